@@ -1,0 +1,1 @@
+"""Device blocks and tables: geometry, block pool, block tables, prefix index, eviction, slab."""

@@ -1,0 +1,1 @@
+"""Identity, residency, tiers, movement and policy of KV blocks."""

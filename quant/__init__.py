@@ -1,0 +1,1 @@
+"""Tensors to bytes and back: the KV block codecs."""
