@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from allocator.errors import CapacityError, KVError
+
 from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
 from engine_adapter.request import Request
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
 
 _FAILED_LOADS_LIMIT = 3
+_PATIENT_STEPS = 4  # how long a stream waits for transfers to free memory before the newest is preempted for it
 
 
 class Phase(StrEnum):
@@ -72,6 +74,7 @@ class Stream:
     computed: int = 0
     once_computed: int = 0
     failed_loads: int = 0
+    stalled_steps: int = 0
     expected_tiers: dict[str, int] = field(default_factory=dict)
     argmax_token_ids: list[int] = field(default_factory=list)
 
@@ -218,7 +221,12 @@ class Scheduler:
         """True when later streams may be tried too."""
         alone = not self.running and not self.loading
         try:
-            given = self._adapter.reserve(stream.sequence_id, stream.tokens, exact=stream.request.exact)
+            given = self._adapter.reserve(
+                stream.sequence_id,
+                stream.tokens,
+                exact=stream.request.exact,
+                prompt_tokens=len(stream.request.token_ids),
+            )
         except CapacityError as error:
             if error.permanent or (alone and not error.transient):
                 self.remove(stream)
@@ -349,13 +357,15 @@ class Scheduler:
             try:
                 self._adapter.allocate(stream.sequence_id, count)
             except CapacityError as error:
-                if error.transient:
-                    return 0
+                alone = len(self.running) + len(self.loading) == 1
                 newest = max([*self.running, *self.loading], key=_rank)
+                if error.transient and (alone or stream.stalled_steps < _PATIENT_STEPS):
+                    stream.stalled_steps += 1
+                    return 0
                 if newest is not stream:
                     planned.pop(newest, None)
                     self.preempt(newest)
-                elif len(self.running) + len(self.loading) > 1:
+                elif not alone:
                     return 0
                 elif count > 1:
                     count = count // 2
@@ -363,6 +373,7 @@ class Scheduler:
                     self._on_failed(stream, error)
                     return 0
             else:
+                stream.stalled_steps = 0
                 return count
 
 
