@@ -98,9 +98,9 @@ class Adapter:
             if unknown or "name" not in value:
                 raise UsageError(f"adapter: expected the keys name, id, digest, got {sorted(value)!r}")
             return cls(value["name"], value.get("id"), value.get("digest"))
-        if isinstance(value, tuple | list) and len(value) == 3:
-            name, number, digest = list(value)
-            return cls(name, number, digest)
+        parts = list(value) if isinstance(value, tuple | list) else []
+        if len(parts) == 3:
+            return cls(parts[0], parts[1], parts[2])
         raise UsageError(f"adapter: got {value!r}; expected None, a name, Adapter or (name, id, digest)")
 
 
@@ -224,9 +224,10 @@ def as_token_array(token_ids: TokenIds) -> array[int]:
         tokens = array("I", token_ids)
     except (TypeError, OverflowError, ValueError):
         raise _bad_token(token_ids) from None
-    small = np.flatnonzero(np.frombuffer(tokens, dtype=np.uint32) < 2) if tokens else ()
-    if any(isinstance(token_ids[i], bool) for i in small):
-        raise _bad_token(token_ids)
+    if tokens:  # array() takes True for 1: only where a 0 or 1 came out can a bool have gone in
+        small = np.flatnonzero(np.frombuffer(tokens, dtype=np.uint32) < 2)
+        if any(isinstance(token_ids[index], bool) for index in small):
+            raise _bad_token(token_ids)
     return tokens
 
 
@@ -235,8 +236,8 @@ def _from_numpy(ids: npt.NDArray[np.integer]) -> array[int]:
         raise UsageError(f"token ids: got an array of {ids.dtype} and shape {ids.shape}; expected one row of integers")
     tokens = array("I")
     if ids.size:
-        bad = np.flatnonzero((ids < 0) | (ids >= TOKEN_LIMIT)) if ids.dtype != np.uint32 else ()
-        if len(bad):
+        if ids.dtype != np.uint32 and ((ids < 0) | (ids >= TOKEN_LIMIT)).any():
+            bad = np.flatnonzero((ids < 0) | (ids >= TOKEN_LIMIT))
             raise UsageError(f"token id at index {bad[0]} is {ids[bad[0]]}; expected an int in [0, 2**32)")
         tokens.frombytes(np.ascontiguousarray(ids, dtype=np.uint32).tobytes())
     return tokens
