@@ -5,9 +5,9 @@ the newest if it must), asks for tables and places only then, runs the model onc
 chunks, the fed token, accepted drafts. Rejected drafts are rolled back before the commit, so only committed tokens are
 ever sealed. Nothing about blocks is kept between steps.
 
-One thread: `submit`, `abort`, `step` and `run` are called from the same thread; callbacks of a request may call `submit`
-and `abort`. The clock is injected and only measured, never decided upon, except that `run` gives up on a stream after a
-minute without any progress.
+One thread: `submit`, `abort`, `step` and `run` are called from the same thread; callbacks of a request may call
+`submit` and `abort`. The clock is injected and only measured, never decided upon, except that `run` gives up on a
+stream after a minute without any progress.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class DecodeLoop:
         return True
 
     def step(self) -> StepOutcome:
-        """One bounded round: no waiting, at most one forward pass. If the runner raises, the step's room is given back."""
+        """One bounded round: no waiting, at most one forward pass. If that raises, the step's room is given back."""
         self._finished_now = []
         self._store.step()
         self._scheduler.take_loads()
@@ -274,7 +274,7 @@ class DecodeLoop:
         stream.once_computed = max(stream.once_computed, end)
 
     def _fork(self, root: Stream, row: Tensor, argmax: int) -> list[tuple[Stream, Choice]]:
-        """The other branches of a request, born when its prompt is computed: they share its blocks where they run now."""
+        """The other branches of a request, born when its prompt is computed; those that run now share its blocks."""
         request, live = root.request, self._live[root.request.request_id]
         if root.index or root.state.forked:
             return []

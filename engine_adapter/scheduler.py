@@ -3,8 +3,8 @@
 The rules, in the order in which they bind:
 
 - **First come, first served.** Every stream has a rank (arrival of its request, branch); lists are kept in rank order.
-- **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks, oldest
-  first, fill the step's token budget.
+- **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks,
+  oldest first, fill the step's token budget.
 - **Room is made from the newest.** When a stream cannot grow, the newest running or loading stream is preempted; the
   newest itself just waits. So the oldest always moves on, or, alone, fails with an error of its own: no livelock.
 - **Admit what will fit.** A stream is admitted beside others only while the pool has room for all prompts begun, and
@@ -172,7 +172,8 @@ class Scheduler:
         """Take the stream out of its list for good; returns where it was."""
         phase = stream.phase
         if phase is not Phase.ENDED:
-            {Phase.WAITING: self.waiting, Phase.LOADING: self.loading, Phase.RUNNING: self.running}[phase].remove(stream)
+            queues = {Phase.WAITING: self.waiting, Phase.LOADING: self.loading, Phase.RUNNING: self.running}
+            queues[phase].remove(stream)
             stream.phase = Phase.ENDED
         return phase
 

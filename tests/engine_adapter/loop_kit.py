@@ -37,7 +37,7 @@ FAMILIES = ("full", "sliding", "hybrid", "latent")
 
 
 def make_store(kv: KVGeometry, *, blocks: int = 64, host_blocks: int = 0, **settings: Any) -> KVStore:
-    """A store with room for at least `blocks` full blocks of each group, raw and without threads unless told otherwise."""
+    """A store with room for about `blocks` full blocks of each group; raw and without threads unless told otherwise."""
     block_bytes = sum(-(-kv.full_slot_bytes(group) // 64) * 64 for group in range(len(kv.groups)))
     chosen: dict[str, Any] = {
         "device_bytes": blocks * block_bytes,

@@ -73,7 +73,7 @@ def test_case_080_each_load_ends_in_exactly_one_event(make_kit: KitMaker) -> Non
     adapter.finish("t")
 
 
-def test_case_080_a_load_that_never_ends_fails_at_its_deadline(make_kit: KitMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_080_a_load_that_never_ends_fails_at_its_deadline(make_kit: KitMaker) -> None:
     _, store, tokens = evicted_to_host(make_kit)
     now = [100.0]
     adapter = StoreAdapter(store, load_deadline_seconds=5.0, clock=lambda: now[0])

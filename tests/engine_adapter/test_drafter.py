@@ -56,7 +56,8 @@ def test_equals_a_plain_search(stream: list[int], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"draft_tokens": 0}, {"shortest_ngram": 0}, {"longest_ngram": 1, "shortest_ngram": 2}, {"window_tokens": 3}]
+    "settings",
+    [{"draft_tokens": 0}, {"shortest_ngram": 0}, {"longest_ngram": 1, "shortest_ngram": 2}, {"window_tokens": 3}],
 )
 def test_impossible_settings_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="expected"):

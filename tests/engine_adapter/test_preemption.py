@@ -108,10 +108,8 @@ def test_threads_move_blocks_while_the_loop_runs(make_kit: KitMaker) -> None:
 
 
 def test_int4_cooling_accounts_for_every_block(make_kit: KitMaker) -> None:
-    """The toy is not exact over INT4 blocks, so this checks the books: all ends, nothing leaks, cold blocks were read."""
-    kit = make_kit(
-        "full", 16, blocks=40, host_blocks=40, codec="int4", residual_tokens=32, loop={"step_tokens": 64}
-    )
+    """The toy is not exact over INT4 blocks, so this checks the books: all ends, nothing leaks, blocks do cool."""
+    kit = make_kit("full", 16, blocks=40, host_blocks=40, codec="int4", residual_tokens=32, loop={"step_tokens": 64})
     asked = requests(8, 100, 60)
     results = kit.drive(*asked)
     assert all(len(results[request.request_id].token_ids) == 60 for request in asked)

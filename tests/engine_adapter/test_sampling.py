@@ -14,10 +14,12 @@ def sampled(**settings: float | int) -> Request:
 def test_uniform_depends_on_each_field_and_on_nothing_else() -> None:
     base = uniform_at(1, 2, 3, 4)
     assert base == uniform_at(1, 2, 3, 4)
-    assert len({base, uniform_at(0, 2, 3, 4), uniform_at(1, 0, 3, 4), uniform_at(1, 2, 0, 4), uniform_at(1, 2, 3, 0)}) == 5
+    others = [uniform_at(0, 2, 3, 4), uniform_at(1, 0, 3, 4), uniform_at(1, 2, 0, 4), uniform_at(1, 2, 3, 0)]
+    assert len({base, *others}) == 5
     assert uniform_at(-1, 2, 3, 4) != base
     values = [uniform_at(0, 0, 0, position) for position in range(4000)]
-    assert min(values) >= 0.0 and max(values) < 1.0
+    assert min(values) >= 0.0
+    assert max(values) < 1.0
     assert abs(sum(values) / len(values) - 0.5) < 0.02
 
 
