@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence
+from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, UsageError
 from torch import Tensor
 
 from engine_adapter.adapter import StoreAdapter
@@ -45,6 +45,11 @@ class Runner(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def position_limit(self) -> int | None:
+        """Most tokens that a sequence may have, None without a limit."""
+        ...
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits Tensor[sum of logits_count, vocab_size], rows in the order of the slices and their tokens."""
@@ -116,6 +121,12 @@ class DecodeLoop:
         request_id = request.request_id
         if request_id in self._live or request_id in self._results:
             raise DuplicateSequence(f"request id {request_id!r} is in use: running, or its result not collected yet")
+        limit = self._runner.position_limit
+        if limit is not None and len(request.token_ids) + request.output_limit > limit:
+            raise UsageError(
+                f"request {request_id!r}: {len(request.token_ids)} prompt tokens and {request.output_limit} new ones "
+                f"pass the model's {limit} positions"
+            )
         self._store.check_fits(len(request.token_ids))
         state = RequestState(request, self._arrivals)
         self._arrivals += 1

@@ -315,8 +315,7 @@ class Scheduler:
         for stream in decoding:
             if stream.phase is not Phase.RUNNING:
                 continue
-            drafts = self._draft(stream, draft_tokens)
-            drafts = self._grow_with_drafts(stream, drafts, planned)
+            drafts = self._grow_with_drafts(stream, self._draft(stream, draft_tokens), planned)
             if drafts is not None:
                 draft_tokens -= len(drafts)
                 spare -= len(drafts)

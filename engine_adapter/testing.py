@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from allocator.errors import ConfigError, IntegrityError
+from allocator import COLD, ConfigError, IntegrityError
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -95,6 +95,7 @@ class ToyRunner:
         self, geometry: KVGeometry, slab: Slab, *, vocab_size: int = 97, read_cold: ColdReader | None = None
     ) -> None:
         self.model = ToyModel(geometry, vocab_size)
+        self.position_limit: int | None = None
         self.forward_count = 0
         self.computed_tokens = 0
         self._slab = slab
@@ -220,11 +221,8 @@ def decode_cold_slot(store: KVStore, group: int, slot: int) -> tuple[Tensor, Ten
     codec, slab = store.cold_codec, store.slab
     if codec is None or slab is None:
         raise ConfigError("the store keeps no INT4 blocks")
-    extent, inside = slab.cold_index(torch.tensor([slot]))
-    payload = slab.cold_view(group)[extent, inside][0].contiguous()
-    shape = block_shapes(store.geometry)[group]
-    keys, values = codec.decode(payload.numpy().tobytes(), shape, torch.float32)
-    return keys, values
+    payload = slab.slot_bytes_view(2 * group + COLD, slot).numpy().tobytes()
+    return codec.decode(payload, block_shapes(store.geometry)[group], torch.float32)
 
 
 def toy_states(model: ToyModel, token_ids: Sequence[int]) -> Ints:

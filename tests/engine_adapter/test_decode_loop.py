@@ -141,6 +141,14 @@ def test_ids_in_use_unknown_and_free_again(make_kit: KitMaker) -> None:
         kit.loop.abort("a")
 
 
+def test_more_tokens_than_the_model_has_positions_are_refused(make_kit: KitMaker) -> None:
+    kit = make_kit()
+    kit.runner.position_limit = 20
+    kit.run_checked(Request("fits", prompt(1, 15), 5))
+    with pytest.raises(UsageError, match="15 prompt tokens and 6 new ones pass the model's 20 positions"):
+        kit.loop.submit(Request("long", prompt(1, 15), 6))
+
+
 @pytest.mark.parametrize("family", ["full", "hybrid", "latent"])
 def test_a_prompt_longer_than_the_pool_is_refused_at_once(make_kit: KitMaker, family: str) -> None:
     kit = make_kit(family, blocks=8)
