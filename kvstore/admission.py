@@ -58,7 +58,7 @@ class Admitter:
         tokens = (plan.blocks - plan.device_blocks) * self._geometry.block_tokens
         byte_counts: dict[str, int] = {}
         for copy in copies:
-            size = self._pool.layout.slot_bytes(2 * copy.key.group + copy.form)
+            size = self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
             byte_counts[copy.tier.name] = byte_counts.get(copy.tier.name, 0) + size
         return self._costs.should_load(byte_counts, tokens)
 
@@ -147,20 +147,22 @@ class Admitter:
         if sequence.exact:
             self._pool.hold_exact(ids)
 
-    def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None]) -> None:
+    def start_fetch(
+        self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None], now: float
+    ) -> None:
         """Submit the sequence's pending copies, one transfer per tier."""
         if not sequence.pending:
             return
         sequence.state = SequenceState.LOADING
         tiers = {copy.tier.name: copy.tier for group in plan.groups for copy in group.copies.values()}
 
-        def done(_: list[PendingCopy]) -> None:
+        def done() -> None:
             if all(copy.outcome is not None for copy in sequence.pending):
                 on_done(sequence)
 
         ordered = sorted(sequence.pending, key=lambda copy: copy.tier)
         for name, copies in groupby(ordered, key=lambda copy: copy.tier):
-            self._mover.start_fetch(tiers[name], list(copies), done)
+            self._mover.start_fetch(tiers[name], list(copies), done, now)
 
     # -- after the fetch ----------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class Admitter:
         first = 0
         if self._geometry.groups[group].kind is GroupKind.SLIDING:
             first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
-        ids = sequence.tables[group].ids
+        ids = sequence.tables[group].ids()
         return all(ids[position] >= 0 and (group, position) not in missing for position in range(first, blocks))
 
 

@@ -27,7 +27,7 @@ class HostArena:
         try:
             self._map = mmap.mmap(-1, capacity_bytes, flags=flags)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
-            raise CapacityError(capacity_bytes, 0) from error
+            raise CapacityError(capacity_bytes, 0, "bytes") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -15,7 +15,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -165,6 +165,10 @@ class Identity:
             state.update(encode_field(name, name) + encode_field(value, name))
         return state.digest()
 
+    def next_epoch(self) -> Identity:
+        """The same identity after a reset: nothing stored before matches it."""
+        return replace(self, epoch=self.epoch + 1)
+
     def require_shareable(self) -> None:
         """Raise ConfigError unless the weights are known: unknown weights must not leave the process."""
         if self.weights is None:
@@ -289,6 +293,13 @@ class HashChain:
     def token_ids(self) -> list[int]:
         """The tokens behind the hashes, those of the unfinished block included."""
         return self._tokens.tolist()
+
+    def tokens_equal(self, start: int, token_ids: TokenIds) -> bool:
+        """Are the tokens from `start` on these ones? False where the chain is too short."""
+        if type(token_ids) is list and len(token_ids) == 1:
+            return 0 <= start < len(self._tokens) and self._tokens[start] == token_ids[0]
+        tokens = as_token_array(token_ids)
+        return 0 <= start and self._tokens[start : start + len(tokens)] == tokens
 
     def extend(self, token_ids: TokenIds, media: Sequence[Media] = ()) -> list[bytes]:
         """Append tokens and return the hashes of the blocks that they completed.

@@ -32,18 +32,21 @@ _SERIES = {
     "prompt_tokens": _Series("counter", "Prompt tokens of these requests"),
     "hit_tokens": _Series("counter", "Prompt tokens not computed because a tier had them, once a request", ("tier",)),
     "recomputed_tokens": _Series("counter", "Tokens computed although they had been computed before", ("cause",)),
-    "preemptions": _Series("counter", "Sequences preempted", ("cause",)),
+    "reused_tokens": _Series("counter", "Tokens whose KV a sequence took over instead of computing it", ("tier",)),
+    "computed_tokens": _Series("counter", "Tokens committed after computing them"),
+    "preempted_sequences": _Series("counter", "Sequences preempted"),
+    "aborted_sequences": _Series("counter", "Sequences aborted"),
     # per block
     "missed_blocks": _Series("counter", "Copies asked for and not had", ("tier", "cause")),
     "cooled_blocks": _Series("counter", "Blocks re-coded to a cold copy on the device", ("cause",)),
-    "lossy_refused_blocks": _Series("counter", "Blocks not cooled: error bound, NaN or Inf", ("cause",)),
+    "kept_raw_blocks": _Series("counter", "Blocks not cooled: error bound, NaN or Inf, failure", ("cause",)),
     "spilled_blocks": _Series("counter", "Copies written to a lower tier", ("tier",)),
     "fetched_blocks": _Series("counter", "Copies read up for a waiting sequence", ("tier",)),
     "promoted_blocks": _Series("counter", "Copies read up and kept without a waiting sequence", ("tier",)),
     "demoted_blocks": _Series("counter", "Copies spilled and dropped above", ("tier",)),
     "evicted_blocks": _Series("counter", "Copies dropped to make room", ("tier", "cause")),
     "dropped_blocks": _Series("counter", "Copies not written: queue full, tier full or failing", ("tier", "cause")),
-    "copied_blocks": _Series("counter", "Blocks copied on write", ("cause",)),
+    "copied_blocks": _Series("counter", "Blocks copied on write"),
     # transfers
     "transfers": _Series("counter", "Transfers ended", ("tier", "kind", "result")),
     "transfer_bytes": _Series("counter", "Bytes moved", ("tier", "kind")),
@@ -116,6 +119,55 @@ class StoreMetrics(Collector):
         """The request has ended; its id may come again. A preempted request has not ended."""
         with self._lock:
             self._requests.discard(request_id)
+
+    # one method per thing that happens to blocks and sequences ------------------------------------------------------
+
+    def missed(self, cause: str, blocks: int = 1, *, tier: str = "any") -> None:
+        self.add("missed_blocks", blocks, tier=tier, cause=cause)
+
+    def cooled(self, blocks: int, *, cause: str = "age") -> None:
+        self.add("cooled_blocks", blocks, cause=cause)
+
+    def kept_raw(self, cause: str, blocks: int = 1) -> None:
+        self.add("kept_raw_blocks", blocks, cause=cause)
+
+    def spilled(self, tier: str, blocks: int) -> None:
+        self.add("spilled_blocks", blocks, tier=tier)
+
+    def fetched(self, tier: str, blocks: int) -> None:
+        self.add("fetched_blocks", blocks, tier=tier)
+
+    def promoted(self, tier: str, blocks: int) -> None:
+        self.add("promoted_blocks", blocks, tier=tier)
+
+    def demoted(self, tier: str, blocks: int) -> None:
+        self.add("demoted_blocks", blocks, tier=tier)
+
+    def evicted(self, blocks: int, *, tier: str = "device", cause: str = "room") -> None:
+        self.add("evicted_blocks", blocks, tier=tier, cause=cause)
+
+    def dropped(self, cause: str, blocks: int = 1, *, tier: str = "any") -> None:
+        self.add("dropped_blocks", blocks, tier=tier, cause=cause)
+
+    def computed(self, tokens: int) -> None:
+        self.add("computed_tokens", tokens)
+
+    def recomputed(self, tokens: int, *, cause: str) -> None:
+        self.add("recomputed_tokens", tokens, cause=cause)
+
+    def reused(self, tokens: int, by_tier: Mapping[str, int] | None = None) -> None:
+        """Tokens that a sequence need not compute; by_tier splits them and must add up to them."""
+        split = {"any": tokens} if by_tier is None else by_tier
+        if sum(split.values()) != tokens:
+            raise UsageError(f"reused: {dict(split)} does not add up to {tokens} tokens")
+        for tier, count in split.items():
+            self.add("reused_tokens", count, tier=tier)
+
+    def preempted(self, sequences: int = 1) -> None:
+        self.add("preempted_sequences", sequences)
+
+    def aborted(self, sequences: int = 1) -> None:
+        self.add("aborted_sequences", sequences)
 
     @property
     def hit_ratio(self) -> float:

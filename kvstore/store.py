@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allocator import (
@@ -61,6 +62,7 @@ class KVStore:
     device: a torch device string, or "absent" for accounting without bytes.
     tiers: fast to slow; None means a host tier of `config.host_bytes` when that is not zero.
     clock: monotonic seconds.
+    placeholder_ids: token ids that stand for media; a prompt that has one without its media is refused.
 
     Raises ConfigError when a group's shape does not fit the codec or the slab cannot hold one block per group.
     """
@@ -74,7 +76,9 @@ class KVStore:
         device: str = "cpu",
         tiers: Items[Tier] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        placeholder_ids: Iterable[int] = (),
     ) -> None:
+        self._placeholder_ids = frozenset(placeholder_ids)
         self.config = config or KVStoreConfig()
         self.geometry = geometry
         self.metrics = StoreMetrics()
@@ -110,7 +114,6 @@ class KVStore:
             self._device,
             self._executor,
             self.metrics,
-            cool_queue_limit=config.cool_queue_blocks,
             spill_inflight_limit=config.spill_queue_blocks,
             waker=self._arrived.set,
         )
@@ -127,14 +130,22 @@ class KVStore:
             self._sequences,
             cools=self.cold_codec is not None,
         )
-        self._growth = Growth(geometry, self.pool, self._device, self._mover, self._upkeep, self.metrics)
+        self._growth = Growth(geometry, self.pool, self._device, self._mover, self._upkeep)
 
     def _default_tiers(self, device: str) -> tuple[Tier, ...]:
         if device == "absent" or not self.config.host_bytes:
             return ()
         from kvstore.host_tier import HostTier
 
-        return (HostTier(self.config.host_bytes, executor=make_executor(self.config.io_threads)),)
+        layout = self.pool.layout
+        return (
+            HostTier(
+                self.config.host_bytes,
+                make_executor(self.config.io_threads),
+                slot_bytes=[size for size in layout.raw_slot_bytes if size],
+                prefault=self.config.host_prefault,
+            ),
+        )
 
     # -- what others may look at --------------------------------------------------------------------------------
 
@@ -269,7 +280,10 @@ class KVStore:
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
             self._check_fits(len(token_ids))
-            tables = [BlockTable(self.pool, group) for group in range(len(self.geometry.groups))]
+            tables = [
+                BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
+                for index, group in enumerate(self.geometry.groups)
+            ]
             sequence = Sequence(
                 sequence_id=sequence_id,
                 chain=chain,
@@ -288,7 +302,7 @@ class KVStore:
                 sequence.lossy_from = sequence.written
             self._sequences[sequence_id] = sequence
             by_tier = self._admitter.hit(plan).by_tier
-            self._admitter.start_fetch(sequence, plan, self._fetch_done)
+            self._admitter.start_fetch(sequence, plan, self._fetch_done, self._clock())
             if sequence.state is SequenceState.RUNNING:
                 self._take_ready(sequence, plan.blocks)
             reused = plan.device_blocks * block_tokens
@@ -309,7 +323,7 @@ class KVStore:
         blocks = self._admitter.settle(sequence)
         if blocks < planned:
             self._growth.truncate(sequence, blocks * self.geometry.block_tokens)
-            if not any(self.pool.any_lossy(table.live_ids()) for table in sequence.tables):
+            if all(self.pool.reads_exact(one) for table in sequence.tables for one in table.ids().tolist() if one >= 0):
                 sequence.lossy_from = None
             elif sequence.lossy_from is not None:
                 sequence.lossy_from = blocks * self.geometry.block_tokens
@@ -319,16 +333,15 @@ class KVStore:
         tokens = blocks * self.geometry.block_tokens
         sequence.written = sequence.committed = sequence.reused_tokens = tokens
         sequence.sealed_blocks = blocks
-        self.metrics.reused(tokens)
 
     def _check_fits(self, token_count: int) -> None:
-        block_tokens = self.geometry.block_tokens
+        block_tokens, layout = self.geometry.block_tokens, self.pool.layout
         for index, group in enumerate(self.geometry.groups):
             held = token_count
             if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
                 held = min(token_count, group.window_tokens + 2 * block_tokens)
             needed = -(-held // block_tokens)
-            ever = self.pool.capacity(index, FULL)
+            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
             if needed > ever:
                 raise CapacityError(
                     needed,
@@ -421,7 +434,7 @@ class KVStore:
             )
             if parent.exact:
                 for table in tables:
-                    self.pool.hold_exact(table.live_ids().tolist())
+                    self.pool.hold_exact(table.ids())
 
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
@@ -429,7 +442,7 @@ class KVStore:
             sequence = self._sequence(sequence_id)
             self._upkeep.spill_sequence(sequence)
             self._release(sequence)
-            self.metrics.preempted()
+            self.metrics.add("preemptions", cause="capacity")
 
     def finish(self, sequence_id: str) -> None:
         """End a sequence; what it sealed stays as hits until evicted."""
@@ -440,13 +453,12 @@ class KVStore:
         """End a sequence at any moment, loading included. Blocks in flight are freed when their transfer ends."""
         with self._lock:
             self._release(self._sequence(sequence_id))
-            self.metrics.aborted()
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
         for table in sequence.tables:
             if sequence.exact:
-                self.pool.drop_exact(table.live_ids().tolist())
+                self.pool.drop_exact(table.ids())
             table.release()
 
     # -- upkeep -------------------------------------------------------------------------------------------------
@@ -460,7 +472,7 @@ class KVStore:
             for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
                 del self._leases[lease.lease_id]
                 self._end_lease(lease)
-            return self._upkeep.step()
+            return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until some transfer has ended, or the time is up; then call `step`. For loops with nothing else to do."""
@@ -481,12 +493,11 @@ class KVStore:
         """
         with self._lock:
             self._check_open()
-            self._identity = self._identity.next_epoch()
+            self._identity = replace(self._identity, epoch=self._identity.epoch + 1)
             self._root = self._identity.root()
             for sequence in self._sequences.values():
                 sequence.shared = False
-            self.pool.forget_hashes()
-            self._upkeep.clear()
+            self.pool.drop_all_idle()
             failures = []
             for tier in self._tiers:
                 try:
@@ -538,7 +549,7 @@ class KVStore:
         chain = HashChain(
             self._root if identity is None else identity.root(),
             self.geometry.block_tokens,
-            placeholder_ids=self.config.placeholder_ids,
+            placeholder_ids=self._placeholder_ids,
         )
         chain.extend(token_ids, media)
         return chain
@@ -560,5 +571,9 @@ class KVStore:
         if self._closed:
             raise UsageError("this store is closed")
 
-    def _on_evict(self, ids: Iterable[int]) -> None:
+    def _on_evict(
+        self, group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int
+    ) -> None:
+        """The pool drops idle blocks; called inside `allocate`, under the lock."""
         self._upkeep.forget(ids)
+        self.metrics.add("evicted_blocks", len(ids), tier="device", cause="capacity")

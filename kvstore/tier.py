@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from allocator.errors import UsageError
-from kvstore.copy_key import CopyKey
+from kvstore.copy_key import CopyKey as CopyKey
 
 Buffer: TypeAlias = Any
 """Anything contiguous with the buffer protocol: bytes, memoryview, numpy array, mmap."""
@@ -168,6 +168,15 @@ class ThreadExecutor:
                 self.failed_count += 1
                 _LOG.exception("kvstore: a task on %s failed", self._thread.name)
             del task
+
+
+def make_executor(kind: str, name: str = "kvstore-io") -> Executor:
+    """The executor that the setting io_threads names: "thread" or "inline"."""
+    if kind == "thread":
+        return ThreadExecutor(name)
+    if kind == "inline":
+        return InlineExecutor()
+    raise UsageError(f"executor: got {kind!r}; expected thread or inline")
 
 
 class Tier(ABC):
