@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, UsageError
 from torch import Tensor
 
+from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, UsageError
 from engine_adapter.adapter import StoreAdapter
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.drafter import Drafter

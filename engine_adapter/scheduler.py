@@ -22,7 +22,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from allocator.errors import CapacityError, KVError
-
 from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
 from engine_adapter.request import Request

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from allocator import COLD, ConfigError, IntegrityError
 from numpy.typing import NDArray
 from torch import Tensor
 
+from allocator import COLD, ConfigError, IntegrityError
 from engine_adapter.batch import FORM_INT4, SequenceSlice, StepBatch
 
 if TYPE_CHECKING:

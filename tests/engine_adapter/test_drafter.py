@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from allocator.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allocator.errors import ConfigError
 from engine_adapter.drafter import PromptLookupDrafter
 
 
