@@ -505,7 +505,7 @@ class KVStore:
             return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until some transfer has ended or the time is up, then call `step`. For loops that have nothing else to do."""
+        """Block until some transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
             if not self._mover.in_flight_blocks:
                 return False
