@@ -35,20 +35,20 @@ def put(target: torch.Tensor, decoded: torch.Tensor) -> None:
     target.copy_(decoded.view(target.shape))
 
 
-def key_codes(records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
-    """uint8 [P, 16, Dk] in a work buffer."""
+def unpack_keys(records: torch.Tensor, codes: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+    """Fill codes [P, 16, Dk], uint8 or float32, and return it."""
     count, dim = records.shape[0], layout.key_dim
     half = dim // 2
     quads = _words(records, 0, 8 * dim).view(count, dim // 8, RUN_TOKENS).transpose(1, 2)
-    nibbles = scratch("nibbles", (count, RUN_TOKENS, dim // 8), torch.int32, records.device).copy_(quads)
-    octets = nibbles.view(torch.uint8)  # [P, 16, Dk/2]
-    codes = scratch("codes", (count, RUN_TOKENS, dim), torch.uint8, records.device)
-    torch.bitwise_and(octets, 15, out=codes[..., :half])
-    torch.bitwise_right_shift(octets, 4, out=codes[..., half:])
+    words = scratch("nibbles", (count, RUN_TOKENS, dim // 8), torch.int32, records.device).copy_(quads)
+    octets = words.view(torch.uint8)  # [P, 16, Dk/2]
+    part = scratch("octets", tuple(octets.shape), torch.uint8, records.device)
+    codes[..., :half].copy_(torch.bitwise_and(octets, 15, out=part))
+    codes[..., half:].copy_(torch.bitwise_right_shift(octets, 4, out=part))
     if layout.key_bits == 5:
         plane = records[:, layout.key_plane : layout.key_plane + 2 * dim].reshape(count, dim // 4, 8, 1, 1)
         bits = (plane >> bit_positions(records.device).view(2, 4)) & 1  # [P, Dk/4, 8, 2, 4]
-        codes |= bits.permute(0, 2, 3, 1, 4).reshape(count, RUN_TOKENS, dim) << 4
+        codes += bits.permute(0, 2, 3, 1, 4).reshape(count, RUN_TOKENS, dim) << 4
     return codes
 
 
@@ -65,31 +65,32 @@ def decode_keys(records: torch.Tensor, keys: torch.Tensor, layout: RecordLayout)
 
     (q - z) s = q s - z s: both products and their difference have at most 21 significant bits, so all are exact.
     """
-    codes = key_codes(records, layout)
     scales, zeros = key_scales(records, layout)
-    decoded = scratch("x", tuple(codes.shape), torch.float32, codes.device).copy_(codes)
+    codes = scratch("x", (records.shape[0], RUN_TOKENS, layout.key_dim), torch.float32, records.device)
+    decoded = unpack_keys(records, codes, layout)
     put(keys, torch.addcmul(zeros.mul_(scales).neg_()[:, None], decoded, scales[:, None], out=decoded))
 
 
-def value_codes(records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
-    """uint8 [P, 16, Dv], in a work buffer at 4 bits."""
+def unpack_values(records: torch.Tensor, codes: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+    """Fill codes [P, 16, Dv], uint8 or float32, and return it."""
     count, dim = records.shape[0], layout.value_dim
     lines = 2 if layout.value_bits == 4 else 1
     words = _words(records, layout.value_codes, layout.value_codes + lines * 4 * dim).view(count, lines, 1, dim)
     shifts = (8 * bit_positions(records.device)[:4]).to(torch.int32).view(1, 1, 4, 1)
     shifted = scratch("shifted", (count, lines, 4, dim), torch.int32, records.device)
     torch.bitwise_right_shift(words, shifts, out=shifted)
-    octets = scratch("octets", (count, 4 * lines, dim), torch.uint8, records.device)
-    octets.copy_(shifted.view(octets.shape))
+    octets = scratch("octets", (count, 4 * lines, dim), torch.uint8, records.device).copy_(shifted.view(count, -1, dim))
+    part = scratch("nibbles", tuple(octets.shape), torch.uint8, records.device)
     if layout.value_bits == 4:
-        codes = scratch("codes", (count, 2, 8, dim), torch.uint8, records.device)
-        torch.bitwise_and(octets, 15, out=codes[:, 0])
-        torch.bitwise_right_shift(octets, 4, out=codes[:, 1])
-        return codes.view(count, RUN_TOKENS, dim)
-    low = torch.cat([(octets >> (2 * quad)) & 3 for quad in range(4)], 1)
+        codes[:, :8].copy_(torch.bitwise_and(octets, 15, out=part))
+        codes[:, 8:].copy_(torch.bitwise_right_shift(octets, 4, out=part))
+        return codes
+    for quad in range(4):
+        codes[:, 4 * quad : 4 * quad + 4].copy_((octets >> (2 * quad)) & 3)
     plane = records[:, layout.value_plane : layout.value_plane + 2 * dim].reshape(count, 4, 1, dim // 2, 1)
     bits = (plane >> bit_positions(records.device).view(2, 4).t().reshape(4, 1, 2)) & 1  # [P, 4, 4, Dv/2, 2]
-    return low | (bits.reshape(count, RUN_TOKENS, dim) << 2)
+    codes += bits.reshape(count, RUN_TOKENS, dim) << 2
+    return codes
 
 
 def _value_code_rows(records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
@@ -104,7 +105,9 @@ def _value_code_rows(records: torch.Tensor, layout: RecordLayout) -> torch.Tenso
         rows[:, 0].copy_(torch.bitwise_and(octets, 15, out=half))
         rows[:, 1].copy_(torch.bitwise_right_shift(octets, 4, out=half))
     else:
-        rows.copy_(value_codes(records, layout).view(count, 2, 8, dim).permute(3, 1, 0, 2).reshape(rows.shape))
+        codes = scratch("codes", (count, RUN_TOKENS, dim), torch.uint8, records.device)
+        ordered = unpack_values(records, codes, layout).view(count, 2, 8, dim).permute(3, 1, 0, 2)
+        rows.view(dim, 2, count, 8).copy_(ordered)
     return rows.view(dim, count * RUN_TOKENS)
 
 
@@ -118,10 +121,9 @@ def value_scales(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Ten
 
 def decode_values_rotated(records: torch.Tensor, values: torch.Tensor, layout: RecordLayout) -> None:
     """(q - z) s, without the rotation back; exact as in decode_keys."""
-    codes = value_codes(records, layout)
     scales, zeros = value_scales(records, layout)
-    decoded = scratch("x", tuple(codes.shape), torch.float32, codes.device).copy_(codes)
-    put(values, torch.addcmul(zeros.mul_(scales).neg_()[..., None], decoded, scales[..., None], out=decoded))
+    codes = scratch("x", (records.shape[0], RUN_TOKENS, layout.value_dim), torch.float32, records.device)
+    put(values, unpack_values(records, codes, layout).sub_(zeros[..., None]).mul_(scales[..., None]))
 
 
 def decode_values(records: torch.Tensor, values: torch.Tensor, layout: RecordLayout) -> None:

@@ -15,11 +15,11 @@ from quant.int4_decode import (
     decode_keys,
     decode_values,
     decode_values_rotated,
-    key_codes,
     key_scales,
+    unpack_keys,
+    unpack_values,
     validate_keys,
     validate_values,
-    value_codes,
     value_scales,
 )
 from quant.int4_encode import encode_keys, encode_values
@@ -177,11 +177,13 @@ def unpack_records(
 ) -> RecordParts:
     """Codes, scales and zero points, for attention that folds K's scales into the query."""
     layout = _layout_of(records, (key_dim, value_dim), (key_bits, value_bits))
-    codes = key_codes(records, layout).clone()
+    shape = (records.shape[0], RUN_TOKENS)
+    codes = unpack_keys(records, torch.empty((*shape, key_dim), dtype=torch.uint8, device=records.device), layout)
     scales, zeros = key_scales(records, layout)
     if not value_dim:
         return RecordParts(codes, scales, zeros, None, None, None)
-    return RecordParts(codes, scales, zeros, value_codes(records, layout).clone(), *value_scales(records, layout))
+    values = torch.empty((*shape, value_dim), dtype=torch.uint8, device=records.device)
+    return RecordParts(codes, scales, zeros, unpack_values(records, values, layout), *value_scales(records, layout))
 
 
 def validate_records(
