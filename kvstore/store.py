@@ -298,7 +298,7 @@ class KVStore:
             self._check_open()
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
-            self._check_fits(len(token_ids))
+            self.check_fits(len(token_ids))
             tables = [
                 BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
                 for index, group in enumerate(self.geometry.groups)
@@ -361,7 +361,8 @@ class KVStore:
         self.metrics.reused(sequence.reused_tokens, hits)
         self._upkeep.touch_below(sequence, blocks)
 
-    def _check_fits(self, token_count: int) -> None:
+    def check_fits(self, token_count: int) -> None:
+        """Raise CapacityError (permanent) when a prompt of that length can never fit, whatever else goes."""
         block_tokens, layout = self.geometry.block_tokens, self.pool.layout
         for index, group in enumerate(self.geometry.groups):
             held = token_count
