@@ -1,0 +1,12 @@
+"""Random loads, checked after each step against the store's invariants and at the end against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from loop_kit import KitMaker
+from random_load import run_random_mix
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_mix(make_kit: KitMaker, seed: int) -> None:
+    run_random_mix(make_kit, seed)
