@@ -53,13 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, beside a baseline in the same run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure, beside a baseline in the same run."
+    )
     parser.add_argument("--suite", required=True, metavar="NAME[,NAME]", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--json", required=True, metavar="FILE", help="where the rows go; - is standard output")
     parser.add_argument("--report", metavar="FILE", help="a Markdown page of the same rows")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="interleaved rounds (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="limit suites that load models; repeat")
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help="limit suites that load models; repeat"
+    )
     parser.add_argument("--quick", action="store_true", help="a short run that only shows that everything works")
     return parser
 

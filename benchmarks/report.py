@@ -25,7 +25,10 @@ def _described(environment: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    lines = ["| case | value | unit | baseline | its value | ratio (larger is better) | rounds | spread |", "|---|--:|---|---|--:|--:|--:|--:|"]
+    lines = [
+        "| case | value | unit | baseline | its value | ratio (larger is better) | rounds | spread |",
+        "|---|--:|---|---|--:|--:|--:|--:|",
+    ]
     for row in rows:
         beside = "" if row.baseline_value is None else shown(row.baseline_value)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"

@@ -53,7 +53,7 @@ def shown(value: float) -> str:
     return f"{value:.3e}"
 
 
-def compared(  # noqa: PLR0913  (the columns of a row)
+def compared(
     suite: str,
     case: str,
     unit: str,
@@ -159,7 +159,9 @@ class Report:
 
     def to_json(self) -> str:
         """The report as it is written by `--json`."""
-        return json.dumps({"environment": self.environment, "rows": [asdict(row) for row in self.rows]}, indent=1) + "\n"
+        return (
+            json.dumps({"environment": self.environment, "rows": [asdict(row) for row in self.rows]}, indent=1) + "\n"
+        )
 
 
 def environment(seed: int) -> dict[str, Any]:
@@ -205,7 +207,11 @@ def _commit() -> str:
     root = Path(__file__).resolve().parent.parent
     try:
         commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -57,9 +57,7 @@ class QuantForm:
     def cooled(self, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
         heads, tokens, key_dim = keys.shape
         value_dim = values.shape[-1]
-        shape = BlockShape(
-            layers=1, kv_heads=heads, block_tokens=BLOCK_TOKENS, key_dim=key_dim, value_dim=value_dim
-        )
+        shape = BlockShape(layers=1, kv_heads=heads, block_tokens=BLOCK_TOKENS, key_dim=key_dim, value_dim=value_dim)
         k, v = as_blocks(keys).to(torch.bfloat16), as_blocks(values).to(torch.bfloat16)
         payload = torch.empty(len(k), self._codec.encoded_bytes(shape, torch.bfloat16), dtype=torch.uint8)
         held = self._codec.encode_batch(k, v, payload)

@@ -66,7 +66,9 @@ class PagedReading:
         model.set_attn_implementation(_REGISTERED_NAME)
 
     @torch.inference_mode()
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, form: ColdForm | None, tally: Tally) -> torch.Tensor:
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, form: ColdForm | None, tally: Tally
+    ) -> torch.Tensor:
         """Last hidden states, Tensor[positions, width], reading blocks in `form` (None: bf16)."""
         self._form, self._tally, self._calls = form, tally, 0
         states: torch.Tensor = self.model.model(input_ids=token_ids, use_cache=False).last_hidden_state[0, positions]
@@ -110,7 +112,9 @@ class PagedReading:
         cold_keys = cold_values = None
         if self._form is not None:
             cold_from = BLOCK_TOKENS if self._form.protects_first_block else 0
-            cold_keys, cold_values = self._form.cooled(keys[:, cold_from:whole], values[:, cold_from:whole], self._tally)
+            cold_keys, cold_values = self._form.cooled(
+                keys[:, cold_from:whole], values[:, cold_from:whole], self._tally
+            )
         read_keys, read_values = keys.clone(), values.clone()
         done = cold_from
         grouped = query.unflatten(0, (kv_heads, -1))  # [kv_heads, group, tokens, dim]
@@ -123,7 +127,11 @@ class PagedReading:
                 read_keys[:, done:cold_to], read_values[:, done:cold_to] = cold_keys[:, part], cold_values[:, part]
                 done = cold_to
             first = max(0, start - window + 1) if window else 0
-            pieces.append(_piece(grouped[:, :, start:end], read_keys[:, first:end], read_values[:, first:end], start - first, window))
+            pieces.append(
+                _piece(
+                    grouped[:, :, start:end], read_keys[:, first:end], read_values[:, first:end], start - first, window
+                )
+            )
         return torch.cat(pieces, dim=2).flatten(0, 1)
 
 
@@ -144,7 +152,12 @@ def _piece(
 
 @torch.inference_mode()
 def compare(
-    reading: PagedReading, token_ids: torch.Tensor, forms: list[ColdForm], results: dict[str, Fidelity], *, stride: int = 2
+    reading: PagedReading,
+    token_ids: torch.Tensor,
+    forms: list[ColdForm],
+    results: dict[str, Fidelity],
+    *,
+    stride: int = 2,
 ) -> None:
     """Read one window, Tensor[1, tokens], in bf16 and in every form; add the figures to `results` by the form's name.
 

@@ -69,7 +69,9 @@ def _model_rows(short_name: str, model: Any, tokenizer: Any, options: Options) -
         compare(PagedReading(model, stress=STRESS), window, forms[:2], stressed)
         options.log(
             f"  window {number}: "
-            + ", ".join(f"{name} KL {found.kl[-1]:.5f} top-1 {found.agreement[-1]:.4f}" for name, found in plain.items())
+            + ", ".join(
+                f"{name} KL {found.kl[-1]:.5f} top-1 {found.agreement[-1]:.4f}" for name, found in plain.items()
+            )
             + "; stressed "
             + ", ".join(f"{name} KL {found.kl[-1]:.5f}" for name, found in stressed.items())
         )

