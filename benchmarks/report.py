@@ -33,7 +33,6 @@ def _table(rows: list[Row]) -> list[str]:
         beside = "" if row.baseline_value is None else shown(row.baseline_value)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         swing = "" if row.spread is None else f"{100 * row.spread:.0f} %"
-        lines.append(
-            f"| {row.case} | {shown(row.value)} | {row.unit} | {row.baseline or ''} | {beside} | {ratio} | {row.rounds} | {swing} |"
-        )
+        cells = [row.case, shown(row.value), row.unit, row.baseline or "", beside, ratio, str(row.rounds), swing]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines

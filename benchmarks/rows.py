@@ -23,7 +23,7 @@ Direction = Literal["smaller", "larger"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure beside its baseline. `ratio` is turned so that larger is better; None where nothing stands beside it."""
+    """One figure beside its baseline. `ratio` is turned so that larger is better; None where nothing is beside it."""
 
     suite: str
     case: str

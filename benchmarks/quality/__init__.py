@@ -1,1 +1,1 @@
-"""What a cold form costs a real model: emulated paged attention, rivals' formats, real text. Used by the `fidelity` suite."""
+"""What a cold form costs a real model: paged attention emulated, rivals' formats, real text (the `fidelity` suite)."""

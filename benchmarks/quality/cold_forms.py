@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-from quant import BlockShape, get_codec
+from quant import BlockShape, get_codec, record_layout
 
 BLOCK_TOKENS = 16
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -41,49 +42,56 @@ class ColdForm(Protocol):
     name: str
     protects_first_block: bool
 
-    def cooled(self, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
-        """`keys` Tensor[heads, tokens, key_dim] float32, `values` likewise; returns both as attention reads them."""
+    def cooled(self, layer: int, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> Pair:
+        """`keys` Tensor[heads, tokens, key_dim] float32, `values` likewise; returns both as attention reads them.
+
+        `layer`: the model's layer, counted from 0. `tokens` is a multiple of 16.
+        """
 
 
-class QuantForm:
-    """A codec of this project, block by block through its batch interface; a refused block stays as it is."""
+class Int4Form:
+    """Our codec, block by block through its batch interface; a block that it refuses stays as it is."""
 
     protects_first_block = True
 
-    def __init__(self, codec_name: str = "int4", **parameters: object) -> None:
-        self.name = codec_name
-        self._codec = get_codec(codec_name, **parameters)
+    def __init__(self, name: str = "int4", key_bits: int = 4, value_bits: int = 4) -> None:
+        self.name = name
+        self._bits = (key_bits, value_bits)
+        self._codec = get_codec("int4", key_bits=key_bits, value_bits=value_bits)
 
-    def cooled(self, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
-        heads, tokens, key_dim = keys.shape
-        value_dim = values.shape[-1]
-        shape = BlockShape(layers=1, kv_heads=heads, block_tokens=BLOCK_TOKENS, key_dim=key_dim, value_dim=value_dim)
+    def cooled(self, layer: int, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> Pair:
         k, v = as_blocks(keys).to(torch.bfloat16), as_blocks(values).to(torch.bfloat16)
-        payload = torch.empty(len(k), self._codec.encoded_bytes(shape, torch.bfloat16), dtype=torch.uint8)
-        held = self._codec.encode_batch(k, v, payload)
-        k_read, v_read = torch.empty_like(k), torch.empty_like(v)
-        self._codec.decode_into(payload[held], k_part := torch.empty_like(k[held]), v_part := torch.empty_like(v[held]))
-        k_read[held], v_read[held] = k_part, v_part
-        k_read[~held], v_read[~held] = k[~held], v[~held]
-        encoded, refused = int(held.sum()), int((~held).sum())
-        raw_bits = 16.0 * (keys.numel() + values.numel()) / max(1, len(k))
-        tally.values += keys.numel() + values.numel()
-        tally.blocks += len(k)
-        tally.raw_blocks += refused
-        tally.payload_bits += encoded * heads * int4_payload_bits(key_dim, value_dim) + refused * raw_bits
-        tally.padded_bits += encoded * 8 * payload.shape[1] + refused * raw_bits
+        k_read, v_read = self.read(k, v, tally)
+        assert v_read is not None
         return as_rows(k_read).float(), as_rows(v_read).float()
 
+    def read(
+        self, keys: torch.Tensor, values: torch.Tensor | None, tally: Tally
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Encoded and decoded: Tensor[blocks, 1, heads, 16, dim] bfloat16; `values` None for a latent."""
+        count, layers, heads, tokens, key_dim = keys.shape
+        value_dim = 0 if values is None else values.shape[-1]
+        shape = BlockShape(layers=layers, kv_heads=heads, block_tokens=tokens, key_dim=key_dim, value_dim=value_dim)
+        payload = torch.empty(count, self._codec.encoded_bytes(shape, torch.bfloat16), dtype=torch.uint8)
+        held = self._codec.encode_batch(keys, values, payload)
+        keys_read = keys[held]
+        values_read = None if values is None else values[held]
+        self._codec.decode_into(payload[held], keys_read, values_read)
+        used_bytes = record_layout(key_dim, value_dim, *self._bits).used_bytes
+        encoded, refused = int(held.sum()), int((~held).sum())
+        tally.values += count * shape.element_count
+        tally.blocks += count
+        tally.raw_blocks += refused
+        tally.payload_bits += 8 * encoded * layers * heads * used_bytes + 16 * refused * shape.element_count
+        tally.padded_bits += 8 * encoded * payload.shape[1] + 16 * refused * shape.element_count
+        return _placed(keys, held, keys_read), None if values is None else _placed(values, held, values_read)
 
-def int4_payload_bits(key_dim: int, value_dim: int, key_bits: int = 4, value_bits: int = 4) -> int:
-    """Bits of one record (16 tokens of one head) as docs/formats/int4.md counts them, padding left out.
 
-    K: codes, and per channel an e4m3 scale and an int8 zero point, one bf16 base. V: codes, and per token an e4m3 scale
-    and a zero point of 4 bits, one bf16 base.
-    """
-    key_part = BLOCK_TOKENS * key_dim * key_bits + 16 * key_dim + 16
-    value_part = BLOCK_TOKENS * value_dim * value_bits + 12 * BLOCK_TOKENS + 16
-    return key_part + (value_part if value_dim else 0)
+def _placed(blocks: torch.Tensor, held: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
+    assert read is not None
+    placed = blocks.clone()
+    placed[held] = read
+    return placed
 
 
 class Fp8Form:
@@ -92,9 +100,9 @@ class Fp8Form:
     name = "fp8 e4m3"
     protects_first_block = False
 
-    def cooled(self, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
-        _count(tally, keys, values, bits=8.0)
-        return _fp8(keys), _fp8(values)
+    def cooled(self, layer: int, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> Pair:
+        count_bits(tally, keys, values, bits=8.0)
+        return fp8_read(keys), fp8_read(values)
 
 
 class RotatedQ40Form:
@@ -103,8 +111,8 @@ class RotatedQ40Form:
     name = "rotated q4_0"
     protects_first_block = False
 
-    def cooled(self, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
-        _count(tally, keys, values, bits=4.5)
+    def cooled(self, layer: int, keys: torch.Tensor, values: torch.Tensor, tally: Tally) -> Pair:
+        count_bits(tally, keys, values, bits=4.5)
         return self._read(keys), self._read(values)
 
     def _read(self, rows: torch.Tensor) -> torch.Tensor:
@@ -131,14 +139,16 @@ def as_rows(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.permute(2, 0, 1, 3, 4).reshape(heads, count * BLOCK_TOKENS, dim)
 
 
-def _count(tally: Tally, keys: torch.Tensor, values: torch.Tensor, bits: float) -> None:
+def count_bits(tally: Tally, keys: torch.Tensor, values: torch.Tensor, bits: float) -> None:
+    """Note that all of `keys` and `values` took `bits` a value."""
     count = keys.numel() + values.numel()
     tally.values += count
     tally.payload_bits += bits * count
     tally.padded_bits += bits * count
 
 
-def _fp8(rows: torch.Tensor) -> torch.Tensor:
+def fp8_read(rows: torch.Tensor) -> torch.Tensor:
+    """What a reader of e4m3 with a scale of 1 sees of `rows`."""
     return rows.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 
 

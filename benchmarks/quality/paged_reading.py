@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.quality.cold_forms import BLOCK_TOKENS, ColdForm, Tally
 
@@ -79,7 +78,7 @@ class PagedReading:
 
     def _attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -99,11 +98,11 @@ class PagedReading:
         keys, values = keys.bfloat16().float(), value[0].bfloat16().float()
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         window = options.get("sliding_window")
-        attended = self._attended(query[0].float() * scale, keys, values, window)
+        attended = self._attended(module.layer_idx, query[0].float() * scale, keys, values, window)
         return attended.transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
     def _attended(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         """Tensor[query_heads, tokens, value_dim]; `query` scaled."""
         tokens, kv_heads = keys.shape[1], keys.shape[0]
@@ -113,7 +112,7 @@ class PagedReading:
         if self._form is not None:
             cold_from = BLOCK_TOKENS if self._form.protects_first_block else 0
             cold_keys, cold_values = self._form.cooled(
-                keys[:, cold_from:whole], values[:, cold_from:whole], self._tally
+                layer, keys[:, cold_from:whole], values[:, cold_from:whole], self._tally
             )
         read_keys, read_values = keys.clone(), values.clone()
         done = cold_from

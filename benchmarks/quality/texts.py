@@ -44,7 +44,7 @@ def _topics(source: str) -> str:
 def windows(
     encode: Callable[[str], list[int]], count: int, length: int, *, first_token: int | None = None, skip: int = 0
 ) -> list[torch.Tensor]:
-    """`count` windows of `length` token ids, Tensor[1, length] int64, taken in turn from the sources, never overlapping.
+    """`count` windows of `length` token ids, Tensor[1, length] int64, in turn from the sources, never overlapping.
 
     `skip` leaves out as many windows before. Each begins with `first_token` where the model has one.
     """

@@ -53,7 +53,7 @@ def _loaded(short_name: str, options: Options) -> tuple[Any, Any]:
 
 def _model_rows(short_name: str, model: Any, tokenizer: Any, options: Options) -> Iterator[Row]:
     from benchmarks.quality import texts
-    from benchmarks.quality.cold_forms import ColdForm, Fp8Form, QuantForm, RotatedQ40Form
+    from benchmarks.quality.cold_forms import ColdForm, Fp8Form, Int4Form, RotatedQ40Form
     from benchmarks.quality.paged_reading import Fidelity, PagedReading, compare
 
     count, length = (1, 512) if options.quick else (WINDOWS, WINDOW_TOKENS)
@@ -61,7 +61,7 @@ def _model_rows(short_name: str, model: Any, tokenizer: Any, options: Options) -
         texts.tokenizer_of(tokenizer), count, length, first_token=tokenizer.bos_token_id, skip=options.seed * count
     )
     options.log(f"fidelity: {short_name}: {count} windows of {length} tokens ({texts.digest(windows)})")
-    forms: list[ColdForm] = [QuantForm(OURS), Fp8Form(), RotatedQ40Form()]
+    forms: list[ColdForm] = [Int4Form(OURS), Fp8Form(), RotatedQ40Form()]
     plain: dict[str, Fidelity] = {}
     stressed: dict[str, Fidelity] = {}
     for number, window in enumerate(windows):

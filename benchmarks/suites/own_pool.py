@@ -100,7 +100,7 @@ class OwnSide:
         return KVStore(_GEOMETRY, _IDENTITY, config, device="absent")
 
     def _admit(self, store: KVStore, tokens: list[int], expected_hit: int, chain: HashChain | None = None) -> str:
-        """As a loop does it: admit, room for what is left to compute, its KV written, committed; the table handed out."""
+        """As a loop does it: admit, room for what is left to compute, the table handed out, all committed."""
         sequence = str(next(self._numbers))
         admission = store.admit(sequence, tokens, chain=chain) if chain else store.admit(sequence, tokens)
         assert admission.reused_tokens == expected_hit, (admission, expected_hit)

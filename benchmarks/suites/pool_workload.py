@@ -25,7 +25,7 @@ class PoolSide(Protocol):
     """
 
     def alloc_free(self, batch: int, round_number: int) -> float:
-        """Seconds a block, allocate and free together; of the blocks handed out and given back every other is hashed."""
+        """Seconds a block, allocate and free together; of the blocks that come and go every other is hashed."""
 
     def hash_prompt(self, round_number: int) -> float:
         """Seconds from a list of token ids to the prompt's block hashes."""

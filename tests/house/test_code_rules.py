@@ -102,6 +102,7 @@ def test_a_broken_rule_is_found(source: str, expected: str) -> None:
 
 @pytest.mark.parametrize("package", ["allocator", "kvstore", "engine_adapter.batch"])
 def test_control_plane_imports_no_torch(package: str) -> None:
-    program = f"import sys, {package}; print([m for m in ('torch', 'cupy', 'redis', 'lmdb', 'transformers') if m in sys.modules])"
+    unwanted = ("torch", "cupy", "redis", "lmdb", "transformers")
+    program = f"import sys, {package}; print([m for m in {unwanted} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
