@@ -2,7 +2,8 @@
 
 Public names. `import quant` does not import torch: names that need it are loaded on first use (PEP 562).
 
-    BlockShape, BlockCodec, get_codec, register, codec_names, codec_from_parameters, BlockTooLossy, HeadError, CodecError
+    BlockShape, BlockCodec, get_codec, register, codec_names, codec_from_parameters
+    BlockTooLossy, HeadError, CodecError
     Int4Codec, RawCodec, Int8KCodec
     RecordLayout, record_layout, record_bytes          where things lie in an int4 record
     encode_records, decode_records, decode_records_rotated, rotate_back, unpack_records, validate_records

@@ -3,8 +3,8 @@
 Anyone may call it; nothing here holds state except the registry, which is filled at import and read afterwards.
 This module does not import torch: a codec's own module does, and is imported when the codec is asked for.
 
-    CodecError(ValueError)         misuse: shapes, dtypes, lengths or names that do not fit. The caller's mistake.
-    BlockTooLossy(Exception)       the values themselves: NaN, Inf, out of range, or an error above the bound. Keep the block raw.
+    CodecError(ValueError)      misuse: shapes, dtypes, lengths or names that do not fit. The caller's mistake.
+    BlockTooLossy(Exception)    the values: NaN, Inf, out of range, or an error above the bound. Keep the block raw.
 """
 
 from __future__ import annotations

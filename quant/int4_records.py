@@ -25,7 +25,7 @@ from quant.error_bound import (
     within_bound,
 )
 from quant.record_layout import RUN_TOKENS, RecordLayout, record_layout
-from quant.rotation import butterflies, hadamard_size, signed_hadamard, signs
+from quant.rotation import butterflies, signed_hadamard, signs, unit
 
 BASE_FACTOR = 1.06 / 448.0
 BASE_FLOOR = 2.0**-100
@@ -145,15 +145,15 @@ def encode_values_checked(
     rows.copy_(values.reshape(-1, dim).t())
     finite = in_range(values)
     rotated = butterflies(rows.mul_(signs(dim, values.device)[:, None]))
-    unit = float(hadamard_size(dim)) ** -0.5
-    low = rotated.amin(0).clamp_max_(0.0).mul_(unit).view(count, RUN_TOKENS)
-    high = rotated.amax(0).clamp_min_(0.0).mul_(unit).view(count, RUN_TOKENS)
+    norm = unit(dim)
+    low = rotated.amin(0).clamp_max_(0.0).mul_(norm).view(count, RUN_TOKENS)
+    high = rotated.amax(0).clamp_min_(0.0).mul_(norm).view(count, RUN_TOKENS)
     scales = (high - low) * (1.0 / top)
     base = _scale_base(scales)
     scale_codes = _scale_codes(scales, base)
     inverse = _reciprocal(_decoded_scale(scale_codes, base))
     zeros = torch.round(-low * inverse).clamp_(0.0, float(top))
-    factor = (inverse * unit).view(1, -1)
+    factor = (inverse * norm).view(1, -1)
     codes, errors = _code(rotated.mul_(factor).add_(zeros.view(1, -1)), top)
 
     packed = codes.to(torch.uint8)
@@ -345,7 +345,7 @@ def decode_values_into(
     offsets = codes.to(torch.float32).sub_(zeros[..., None]).view(-1, layout.value_dim)
     # Small integers: exact in fp32 whatever the order of the products. 0 + u t makes a zero positive, rounds once.
     whole = torch.matmul(offsets, signed_hadamard(layout.value_dim, records.device))
-    factor = (scales * float(hadamard_size(layout.value_dim)) ** -0.5).view(-1, 1)
+    factor = (scales * unit(layout.value_dim)).view(-1, 1)
     _put(values, torch.addcmul(torch.zeros((), device=whole.device), whole, factor))
 
 

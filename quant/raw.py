@@ -35,7 +35,7 @@ class RawCodec:
         """Views uint8 [..., L, H, bytes] of K and V in payload [..., encoded_bytes]."""
         key_bytes = shape.block_tokens * shape.key_dim * itemsize
         value_bytes = shape.block_tokens * shape.value_dim * itemsize
-        heads = payload.unflatten(-1, (shape.layers, shape.kv_heads, key_bytes + value_bytes))
+        heads = payload.view(*payload.shape[:-1], shape.layers, shape.kv_heads, key_bytes + value_bytes)
         return heads[..., :key_bytes], heads[..., key_bytes:]
 
     def encode_into(self, keys: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ class RecordCodec(ABC):
         count = (layers.stop - layers.start) * heads * runs
         start = run.offset + skipped * run.record_bytes
         part = payload[blocks, start : start + count * run.record_bytes]
-        return part.unflatten(1, (count, run.record_bytes))
+        return part.view(part.shape[0], count, run.record_bytes)
 
     # ---- encode
 

@@ -7,6 +7,7 @@ Backward is used in two ways: on small integers, where fp32 is exact whatever th
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -33,6 +34,11 @@ def hadamard_size(dim: int) -> int:
     return dim & -dim
 
 
+def unit(dim: int) -> float:
+    """What makes the Hadamard of `dim` orthonormal: 1 / sqrt(hadamard_size(dim)), to be rounded to fp32."""
+    return float(math.sqrt(1.0 / hadamard_size(dim)))
+
+
 @lru_cache(maxsize=64)
 def signs(dim: int, device: torch.device) -> torch.Tensor:
     """Signs of `dim` channels, float32 [dim]."""
@@ -43,11 +49,12 @@ def signs(dim: int, device: torch.device) -> torch.Tensor:
 def signed_hadamard(dim: int, device: torch.device) -> torch.Tensor:
     """float32 [dim, dim] of +-1 and 0: rotated integers @ this = signs * (H @ rotated integers), not scaled."""
     size = hadamard_size(dim)
-    block = torch.ones(1, 1)
-    while block.shape[0] < size:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)], 0)
-    full = torch.block_diag(*[block] * (dim // size)).to(device)
-    return (full * signs(dim, device)).contiguous()
+    full = torch.zeros(dim, dim)
+    for start in range(0, dim, size):
+        full[start : start + size, start : start + size] = torch.tensor(
+            [[-1.0 if (row & column).bit_count() & 1 else 1.0 for column in range(size)] for row in range(size)]
+        )
+    return full.to(device) * signs(dim, device)
 
 
 def butterflies(rows: torch.Tensor) -> torch.Tensor:
@@ -69,7 +76,7 @@ def butterflies(rows: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def back_rotation(dim: int, device: torch.device) -> torch.Tensor:
     """float32 [dim, dim]: a rotated row vector @ this is the row vector in the original channels."""
-    return signed_hadamard(dim, device) * (float(hadamard_size(dim)) ** -0.5)
+    return signed_hadamard(dim, device) * unit(dim)
 
 
 def rotate_back(rotated: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def resolve_dtype(dtype: DtypeName) -> torch.dtype:
 
 
 def shape_of(keys: torch.Tensor, values: torch.Tensor | None, batch_dims: int) -> BlockShape:
-    """BlockShape of keys [..., L, H, T, Dk] and values [..., L, H, T, Dv] or None. Raises CodecError if they disagree."""
+    """BlockShape of keys [..., L, H, T, Dk] and values [..., L, H, T, Dv] or None. CodecError if they disagree."""
     if keys.ndim != 4 + batch_dims:
         raise CodecError(f"keys must have {4 + batch_dims} dims [..., layers, kv_heads, tokens, dim], got {keys.ndim}")
     layers, kv_heads, tokens, key_dim = keys.shape[-4:]
