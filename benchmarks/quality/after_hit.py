@@ -46,9 +46,9 @@ def rows(loaded: Any, runner: Any, options: Options) -> Iterator[Row]:
         agreements.append((at.argmax(-1) == of.argmax(-1)).float().mean().item())
     mean = sum(divergences) / count
     note = (
-        f"after_hit: {count} prefixes of {prefix} tokens, {100 * cold_share:.0f} % of their blocks read as INT4; the first "
-        f"{SCORED_TOKENS} tokens after the hit, true continuation fed, against a store that never cools. The baseline is "
-        "twice the bar of 0.003, not a measurement."
+        f"after_hit: {count} prefixes of {prefix} tokens, {100 * cold_share:.0f} % of their blocks read as INT4; the "
+        f"first {SCORED_TOKENS} tokens after the hit, true continuation fed, against a store that never cools. The baseline "
+        "is twice the bar of 0.003, not a measurement."
     )
     yield Row(
         suite="loop",
