@@ -1,72 +1,83 @@
-"""The error tree of the whole project.
+"""Every error of the project, from the allocator up (the packages above re-export what they raise).
 
     KVError
-      CapacityError(needed, available)      nothing changed; memory is short (transient or permanent)
-      IntegrityError                        an invariant of ours is broken: a bug, never bad bytes from outside
-      TierError                             a tier cannot be reached or refused an order that must not fail silently
-      LeaseError                            a lease has ended, is foreign or was released twice
-      ConfigError (ValueError)              a setting is wrong; names the key, what was given and what is expected
-        GeometryError                       a model geometry is impossible or does not match
-      UsageError (ValueError)               misuse of a call: double free, use after finish, bad argument
-        UnknownSequence (KeyError)
-        DuplicateSequence
-        CannotRollback
+    ├── CapacityError            no room; nothing was changed; carries needed and available
+    ├── IntegrityError           an invariant of our own bookkeeping is broken
+    ├── TierError                a tier cannot do what was asked (never raised for a bad or absent copy)
+    ├── LeaseError               a lease ended, or is not the caller's
+    ├── ConfigError              a setting or geometry cannot work          (also a ValueError)
+    │   └── GeometryError
+    └── UsageError               misuse: double free, use after finish, ...  (also a ValueError)
+        ├── UnknownSequence      (also a KeyError)
+        ├── DuplicateSequence
+        └── CannotRollback       blocks that the shorter sequence needs are gone
 
-Any package may import this module; it imports nothing. The data path never raises for a bad or absent copy.
+Who may raise: anybody. Messages say what was given and what was expected. No lock, no thread rules.
 """
 
 from __future__ import annotations
 
 
 class KVError(Exception):
-    """Root of every error this project raises on purpose."""
+    """Root of all errors raised on purpose by this project."""
 
 
 class CapacityError(KVError):
-    """Not enough room; nothing was changed."""
+    """No room for what was asked; nothing was changed.
 
-    def __init__(self, needed: int, available: int, *, transient: bool = False, permanent: bool = False) -> None:
-        super().__init__(f"needed {needed}, available {available}")
+    `needed` and `available` are in the unit of the request (blocks unless the message says otherwise).
+    `permanent` means that it can never fit; `transient` that transfers under way will free room by themselves.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        available: int,
+        what: str = "blocks",
+        *,
+        permanent: bool = False,
+        transient: bool = False,
+    ) -> None:
+        super().__init__(f"needed {needed} {what}, {available} available")
         self.needed = needed
         self.available = available
-        self.transient = transient
         self.permanent = permanent
+        self.transient = transient
 
 
 class IntegrityError(KVError):
-    """An invariant of the project does not hold."""
+    """Our own bookkeeping contradicts itself. Never caused by bytes that somebody else wrote."""
 
 
 class TierError(KVError):
-    """A tier could not carry out an order that must not fail silently."""
+    """A tier could not be reached or could not do an operation that must not fail silently."""
 
 
 class LeaseError(KVError):
-    """A lease has ended, belongs to someone else or was given back before."""
+    """A lease has ended or belongs to somebody else."""
 
 
 class ConfigError(KVError, ValueError):
-    """A setting is wrong."""
+    """A setting cannot work; raised when the object is built, not later."""
 
 
 class GeometryError(ConfigError):
-    """A model geometry is impossible, or does not match what it is used with."""
+    """A cache group or its tensors do not have the shape they must have."""
 
 
 class UsageError(KVError, ValueError):
-    """A call was misused."""
+    """The caller broke the contract of a call; nothing was changed."""
 
 
 class UnknownSequence(UsageError, KeyError):  # noqa: N818
-    """No sequence of that id is known."""
+    """No sequence of that id is alive."""
 
-    def __str__(self) -> str:
-        return ValueError.__str__(self)
+    __str__ = Exception.__str__  # KeyError would print the repr of the message
 
 
 class DuplicateSequence(UsageError):  # noqa: N818
-    """A sequence of that id exists already."""
+    """A sequence of that id is alive already."""
 
 
 class CannotRollback(UsageError):  # noqa: N818
-    """The blocks that a rollback needs are gone."""
+    """A shorter sequence would need blocks that have left the window; recompute instead."""

@@ -59,7 +59,7 @@ class CopyKey(_Fields):
         for name, span in (("heads", heads), ("layers", layers)):
             good = isinstance(span, tuple) and len(span) == 2 and all(type(end) is int for end in span)
             if not good or not 0 <= span[0] < span[1] < _LIMIT_16:
-                raise UsageError(f"copy key {name}: got {span!r}; expected (start, stop) with 0 <= start < stop < 65536")
+                raise UsageError(f"copy key {name}: got {span!r}; expected (start, stop), 0 <= start < stop < 65536")
         if not isinstance(parameters, bytes):
             raise UsageError(f"copy key parameters: got {type(parameters).__name__}; expected bytes")
         return super().__new__(cls, root, group, hash, codec, exact, heads, layers, parameters)
@@ -100,6 +100,5 @@ class CopyKey(_Fields):
         parameters = hashlib.sha256(self.parameters).hexdigest()[:16] if self.parameters else "0"
         form = "x" if self.exact else "l"
         heads, layers = (f"{start}-{stop}" for start, stop in (self.heads, self.layers))
-        return (
-            f"kv1:{self.root.hex()}:g{self.group}:{self.codec}:{form}:h{heads}:l{layers}:p{parameters}:{self.hash.hex()}"
-        )
+        which = f"g{self.group}:{self.codec}:{form}:h{heads}:l{layers}:p{parameters}"
+        return f"kv1:{self.root.hex()}:{which}:{self.hash.hex()}"

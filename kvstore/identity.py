@@ -15,7 +15,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -98,9 +98,9 @@ class Adapter:
             if unknown or "name" not in value:
                 raise UsageError(f"adapter: expected the keys name, id, digest, got {sorted(value)!r}")
             return cls(value["name"], value.get("id"), value.get("digest"))
-        if isinstance(value, tuple | list) and len(value) == 3:
-            name, number, digest = list(value)
-            return cls(name, number, digest)
+        parts = list(value) if isinstance(value, tuple | list) else []
+        if len(parts) == 3:
+            return cls(parts[0], parts[1], parts[2])
         raise UsageError(f"adapter: got {value!r}; expected None, a name, Adapter or (name, id, digest)")
 
 
@@ -165,6 +165,10 @@ class Identity:
             state.update(encode_field(name, name) + encode_field(value, name))
         return state.digest()
 
+    def next_epoch(self) -> Identity:
+        """The same identity after a reset: nothing stored before matches it."""
+        return replace(self, epoch=self.epoch + 1)
+
     def require_shareable(self) -> None:
         """Raise ConfigError unless the weights are known: unknown weights must not leave the process."""
         if self.weights is None:
@@ -224,9 +228,10 @@ def as_token_array(token_ids: TokenIds) -> array[int]:
         tokens = array("I", token_ids)
     except (TypeError, OverflowError, ValueError):
         raise _bad_token(token_ids) from None
-    small = np.flatnonzero(np.frombuffer(tokens, dtype=np.uint32) < 2) if tokens else ()
-    if any(isinstance(token_ids[i], bool) for i in small):
-        raise _bad_token(token_ids)
+    if tokens:  # array() takes True for 1: only where a 0 or 1 came out can a bool have gone in
+        small = np.flatnonzero(np.frombuffer(tokens, dtype=np.uint32) < 2)
+        if any(isinstance(token_ids[index], bool) for index in small):
+            raise _bad_token(token_ids)
     return tokens
 
 
@@ -235,8 +240,8 @@ def _from_numpy(ids: npt.NDArray[np.integer]) -> array[int]:
         raise UsageError(f"token ids: got an array of {ids.dtype} and shape {ids.shape}; expected one row of integers")
     tokens = array("I")
     if ids.size:
-        bad = np.flatnonzero((ids < 0) | (ids >= TOKEN_LIMIT)) if ids.dtype != np.uint32 else ()
-        if len(bad):
+        if ids.dtype != np.uint32 and ((ids < 0) | (ids >= TOKEN_LIMIT)).any():
+            bad = np.flatnonzero((ids < 0) | (ids >= TOKEN_LIMIT))
             raise UsageError(f"token id at index {bad[0]} is {ids[bad[0]]}; expected an int in [0, 2**32)")
         tokens.frombytes(np.ascontiguousarray(ids, dtype=np.uint32).tobytes())
     return tokens
@@ -288,6 +293,13 @@ class HashChain:
     def token_ids(self) -> list[int]:
         """The tokens behind the hashes, those of the unfinished block included."""
         return self._tokens.tolist()
+
+    def tokens_equal(self, start: int, token_ids: TokenIds) -> bool:
+        """Are the tokens from `start` on these ones? False where the chain is too short."""
+        if type(token_ids) is list and len(token_ids) == 1:
+            return 0 <= start < len(self._tokens) and self._tokens[start] == token_ids[0]
+        tokens = as_token_array(token_ids)
+        return 0 <= start and self._tokens[start : start + len(tokens)] == tokens
 
     def extend(self, token_ids: TokenIds, media: Sequence[Media] = ()) -> list[bytes]:
         """Append tokens and return the hashes of the blocks that they completed.

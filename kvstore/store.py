@@ -1,0 +1,579 @@
+"""`KVStore`: the facade. One owner of the truth about blocks, one lock, batch calls.
+
+Every public method takes the store's lock for bookkeeping only; bytes are copied and encoded by the executor.
+`step` drives all movement: call it between forward passes, never while one is reading or writing the slab.
+
+Life of a sequence: admit -> (fetch until done) -> { grow -> forward -> commit } ... -> finish | abort | preempt.
+`written` tokens have room in the tables, `committed` tokens have final KV. Only full blocks of committed tokens are
+sealed, cooled or copied, so drafts can be rolled back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from allocator import (
+    FULL,
+    BlockPool,
+    BlockTable,
+    CapacityError,
+    ConfigError,
+    DuplicateSequence,
+    ExtentLayout,
+    GroupKind,
+    IntegrityError,
+    KVGeometry,
+    LeaseError,
+    TierError,
+    UnknownSequence,
+    UsageError,
+)
+from kvstore.admission import Admitter
+from kvstore.config import KVStoreConfig
+from kvstore.costs import CostModel
+from kvstore.growth import Growth
+from kvstore.identity import HashChain, Identity
+from kvstore.metrics import StoreMetrics
+from kvstore.mover import Mover
+from kvstore.residency import Residency
+from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
+from kvstore.upkeep import StepReport, StoreUsage, Upkeep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Items
+
+    import numpy.typing as npt
+
+    from allocator import Slab
+    from kvstore.identity import Media
+    from kvstore.tier import Tier
+    from quant import BlockCodec
+
+
+class KVStore:
+    """Decides where every token's KV lives. See the module docstring for the order of calls.
+
+    geometry, identity: must agree on what a block is; `identity.root()` names everything stored here.
+    device: a torch device string, or "absent" for accounting without bytes.
+    tiers: fast to slow; None means a host tier of `config.host_bytes` when that is not zero.
+    clock: monotonic seconds.
+    placeholder_ids: token ids that stand for media; a prompt that has one without its media is refused.
+
+    Raises ConfigError when a group's shape does not fit the codec or the slab cannot hold one block per group.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        identity: Identity,
+        config: KVStoreConfig | None = None,
+        *,
+        device: str = "cpu",
+        tiers: Items[Tier] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        placeholder_ids: Iterable[int] = (),
+    ) -> None:
+        self._placeholder_ids = frozenset(placeholder_ids)
+        self.config = config or KVStoreConfig()
+        self.geometry = geometry
+        self.metrics = StoreMetrics()
+        self._identity = identity
+        self._root = identity.root()
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._sequences: dict[str, Sequence] = {}
+        self._leases: dict[int, Lease] = {}
+        self._lease_ids = itertools.count(1)
+        self._arrived = threading.Event()
+        self._closed = False
+        self._assemble(device, tiers)
+
+    def _assemble(self, device: str, tiers: Items[Tier] | None) -> None:
+        from kvstore.device_blocks import AbsentDevice, DeviceBlocks, cold_slot_bytes, make_codec
+
+        config, geometry = self.config, self.geometry
+        self.cold_codec: BlockCodec | None = make_codec(config.codec, config.error_bound)
+        full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
+        cold_bytes = cold_slot_bytes(geometry, self.cold_codec) if self.cold_codec else ()
+        layout = ExtentLayout(config.device_bytes, full_bytes, cold_bytes)
+        self.pool = BlockPool(layout, on_evict=self._on_evict)
+        self._device = AbsentDevice() if device == "absent" else DeviceBlocks(geometry, layout, self.cold_codec, device)
+        self._tiers: tuple[Tier, ...] = tuple(tiers) if tiers is not None else self._default_tiers(device)
+        for tier in self._tiers:
+            tier.set_waker(self._arrived.set)
+        cold = (self.cold_codec.name, self.cold_codec.parameters()) if self.cold_codec else None
+        self._residency = Residency(geometry, self.pool, self._tiers, cold)
+        self._executor = make_executor(config.io_threads)
+        self._mover = Mover(
+            self.pool,
+            self._device,
+            self._executor,
+            self.metrics,
+            spill_inflight_limit=config.spill_queue_blocks,
+            waker=self._arrived.set,
+        )
+        self._costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second)
+        self._admitter = Admitter(geometry, self.pool, self._residency, self._mover, self._costs, self.metrics)
+        self._upkeep = Upkeep(
+            geometry,
+            self.pool,
+            self._device,
+            self._residency,
+            self._mover,
+            self._tiers,
+            config,
+            self._sequences,
+            cools=self.cold_codec is not None,
+        )
+        self._growth = Growth(geometry, self.pool, self._device, self._mover, self._upkeep)
+
+    def _default_tiers(self, device: str) -> tuple[Tier, ...]:
+        if device == "absent" or not self.config.host_bytes:
+            return ()
+        from kvstore.host_tier import HostTier
+
+        layout = self.pool.layout
+        return (
+            HostTier(
+                self.config.host_bytes,
+                make_executor(self.config.io_threads),
+                slot_bytes=[size for size in layout.raw_slot_bytes if size],
+                prefault=self.config.host_prefault,
+            ),
+        )
+
+    # -- what others may look at --------------------------------------------------------------------------------
+
+    @property
+    def slab(self) -> Slab | None:
+        return self._device.slab
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return self._tiers
+
+    @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    def sequence_ids(self) -> list[str]:
+        with self._lock:
+            return list(self._sequences)
+
+    def committed_tokens(self, sequence_id: str) -> int:
+        with self._lock:
+            return self._sequence(sequence_id).committed
+
+    def written_tokens(self, sequence_id: str) -> int:
+        with self._lock:
+            return self._sequence(sequence_id).written
+
+    def is_exact(self, sequence_id: str) -> bool:
+        """True while everything committed was computed from full precision only."""
+        with self._lock:
+            sequence = self._sequence(sequence_id)
+            return sequence.is_exact_up_to(sequence.committed)
+
+    # -- lookup and pin -----------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        token_ids: Items[int],
+        *,
+        exact: bool = False,
+        media: Items[Media] = (),
+        identity: Identity | None = None,
+    ) -> Hit:
+        """The longest reusable prefix of `token_ids`, by tier. Changes nothing: repeat it as often as you like.
+
+        exact: only raw copies of exactly computed blocks count. identity: another adapter, tenant or salt than
+        the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
+        """
+        chain = self._chain(token_ids, media, identity)
+        return self.lookup_hashes(chain.root, chain.hashes, len(token_ids), exact=exact)
+
+    def lookup_hashes(self, root: bytes, hashes: Items[bytes], token_count: int, *, exact: bool = False) -> Hit:
+        """`lookup` for a caller that has the block hashes already (hash of each full block, in order)."""
+        with self._lock:
+            usable = self._admitter.usable_hashes(hashes, token_count, None)
+            return self._admitter.hit(self._admitter.find(root, usable, exact))
+
+    def pin(
+        self,
+        token_ids: Items[int],
+        ttl_seconds: float,
+        *,
+        exact: bool = False,
+        media: Items[Media] = (),
+        identity: Identity | None = None,
+    ) -> Lease:
+        """Hold the device-resident part of a prefix for `ttl_seconds`, whatever happens around it.
+
+        Admit with `lease=` to use it. An ended lease is no error there: it is a miss, or less of a hit.
+        """
+        if not ttl_seconds > 0:
+            raise UsageError(f"pin needs a positive ttl_seconds, got {ttl_seconds}")
+        chain = self._chain(token_ids, media, identity)
+        with self._lock:
+            self._check_open()
+            usable = self._admitter.usable_hashes(chain.hashes, len(token_ids), None)
+            plan = self._residency.plan(chain.root, usable, exact)
+            plan = self._residency.cut(plan, chain.root, usable, exact, plan.device_blocks)
+            blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
+            for ids in blocks:
+                self.pool.pin(list(ids))
+            lease = Lease(
+                lease_id=next(self._lease_ids),
+                tokens=plan.blocks * self.geometry.block_tokens,
+                expires_at=self._clock() + ttl_seconds,
+                blocks=blocks,
+            )
+            self._leases[lease.lease_id] = lease
+            return lease
+
+    def unpin(self, lease: Lease) -> None:
+        """Give a lease back. Raises LeaseError when it is not this store's or was given back before."""
+        with self._lock:
+            known = self._leases.pop(lease.lease_id, None)
+            if known is not lease:
+                if known is not None:
+                    self._leases[lease.lease_id] = known
+                if lease.active:
+                    raise LeaseError(f"lease {lease.lease_id} is not of this store")
+                raise LeaseError(f"lease {lease.lease_id} has ended already")
+            self._end_lease(lease)
+
+    def _end_lease(self, lease: Lease) -> None:
+        lease.active = False
+        for ids in lease.blocks:
+            self.pool.unpin(list(ids))
+
+    # -- admit --------------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        sequence_id: str,
+        token_ids: Items[int],
+        *,
+        exact: bool = False,
+        lease: Lease | None = None,
+        media: Items[Media] = (),
+        identity: Identity | None = None,
+        prompt_tokens: int | None = None,
+        private_from: int | None = None,
+    ) -> Admission:
+        """Begin a sequence: share what is there, start fetching what lies lower.
+
+        prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption).
+        private_from: blocks from that token position on are neither shared nor named.
+        Raises CapacityError with nothing changed: `permanent` when the prompt can never fit, else when it does not
+        fit now; DuplicateSequence; UsageError for an empty prompt or token ids out of range.
+        """
+        chain = self._chain(token_ids, media, identity)
+        with self._lock:
+            self._check_open()
+            if sequence_id in self._sequences:
+                raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
+            self._check_fits(len(token_ids))
+            tables = [
+                BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
+                for index, group in enumerate(self.geometry.groups)
+            ]
+            sequence = Sequence(
+                sequence_id=sequence_id,
+                chain=chain,
+                root=chain.root,
+                tables=tables,
+                exact=exact,
+                prompt_tokens=len(token_ids) if prompt_tokens is None else prompt_tokens,
+                private_from=private_from,
+            )
+            hashes = self._admitter.usable_hashes(chain.hashes, len(token_ids), private_from)
+            plan = self._admitter.find(chain.root, hashes, exact)
+            block_tokens = self.geometry.block_tokens
+            self._admitter.build_tables(sequence, plan, len(token_ids) - plan.blocks * block_tokens)
+            sequence.written = plan.blocks * block_tokens
+            if plan.lossy:
+                sequence.lossy_from = sequence.written
+            self._sequences[sequence_id] = sequence
+            by_tier = self._admitter.hit(plan).by_tier
+            self._admitter.start_fetch(sequence, plan, self._fetch_done, self._clock())
+            if sequence.state is SequenceState.RUNNING:
+                self._take_ready(sequence, plan.blocks)
+            reused = plan.device_blocks * block_tokens
+            return Admission(sequence_id, reused, plan.blocks * block_tokens - reused, by_tier)
+
+    def fetch(self, sequence_id: str) -> FetchState:
+        """Whether the copies that `admit` asked for have arrived. Never waits: call `step` between two calls."""
+        with self._lock:
+            sequence = self._sequence(sequence_id)
+            done = sequence.state is SequenceState.RUNNING
+            return FetchState(done, sequence.committed if done else 0)
+
+    def _fetch_done(self, sequence: Sequence) -> None:
+        """All copies of a sequence have an outcome. Runs inside `step`, under the lock."""
+        if self._sequences.get(sequence.sequence_id) is not sequence:
+            return  # aborted meanwhile: its blocks were released and leave when their transfers ended
+        planned = sequence.written // self.geometry.block_tokens
+        blocks = self._admitter.settle(sequence)
+        if blocks < planned:
+            self._growth.truncate(sequence, blocks * self.geometry.block_tokens)
+            if all(self.pool.reads_exact(one) for table in sequence.tables for one in table.ids().tolist() if one >= 0):
+                sequence.lossy_from = None
+            elif sequence.lossy_from is not None:
+                sequence.lossy_from = blocks * self.geometry.block_tokens
+        self._take_ready(sequence, blocks)
+
+    def _take_ready(self, sequence: Sequence, blocks: int) -> None:
+        tokens = blocks * self.geometry.block_tokens
+        sequence.written = sequence.committed = sequence.reused_tokens = tokens
+        sequence.sealed_blocks = blocks
+
+    def _check_fits(self, token_count: int) -> None:
+        block_tokens, layout = self.geometry.block_tokens, self.pool.layout
+        for index, group in enumerate(self.geometry.groups):
+            held = token_count
+            if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
+                held = min(token_count, group.window_tokens + 2 * block_tokens)
+            needed = -(-held // block_tokens)
+            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
+            if needed > ever:
+                raise CapacityError(
+                    needed,
+                    ever,
+                    f"blocks of group {group.name!r} for a sequence of {token_count} tokens, more than the slab can "
+                    "ever hold: raise device_bytes or shorten the prompt",
+                    permanent=True,
+                )
+
+    # -- grow, commit, rollback ---------------------------------------------------------------------------------
+
+    def grow(self, sequence_id: str, token_count: int) -> None:
+        """Make room for `token_count` more written tokens in all groups, or change nothing and raise CapacityError.
+
+        A partly filled block that others hold too is copied first. `error.transient` says that transfers in flight
+        will free memory, so trying again after `step` may succeed without preempting anybody.
+        """
+        if token_count <= 0:
+            raise UsageError(f"grow needs a positive token_count, got {token_count} for sequence {sequence_id!r}")
+        with self._lock:
+            self._growth.grow(self._running(sequence_id), token_count)
+
+    def commit(self, sequence_id: str, token_ids: Items[int]) -> None:
+        """The next written tokens are final: their KV was computed from `token_ids`. Seals full blocks.
+
+        Raises UsageError when more is committed than was written by `grow`.
+        """
+        with self._lock:
+            self._growth.commit(self._running(sequence_id), token_ids)
+
+    def rollback(self, sequence_id: str, token_count: int) -> None:
+        """Drop the last `token_count` written tokens, uncommitted ones first.
+
+        Shared blocks stay whole: a block cut in the middle is copied when it is written to again. Raises
+        CannotRollback, with nothing changed, when a sliding group no longer has the blocks that the shorter
+        sequence would need, or when the cut falls into an INT4 block.
+        """
+        with self._lock:
+            self._growth.rollback(self._running(sequence_id), token_count)
+
+    def prefill_done(self, sequence_id: str) -> None:
+        """The prompt is computed: its blocks may cool from now on, save the first and the newest ones."""
+        with self._lock:
+            sequence = self._running(sequence_id)
+            sequence.prefill_done = True
+            self._upkeep.enqueue_cool(sequence)
+
+    # -- what the forward pass reads ----------------------------------------------------------------------------
+
+    def tables(self, sequence_id: str) -> tuple[npt.NDArray[np.int64], ...]:
+        """Per group, int64 [blocks]: slot << 1 | form, -1 where a block has left the window. Valid until `step`."""
+        with self._lock:
+            return tuple(table.entries() for table in self._running(sequence_id).tables)
+
+    def slot_mapping(self, sequence_id: str, group: int, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Where to write tokens start..start+count-1: int64 [count], slot * block_tokens + offset."""
+        with self._lock:
+            return self._running(sequence_id).tables[group].slot_mapping(start, count)
+
+    # -- fork, preempt, finish, abort ---------------------------------------------------------------------------
+
+    def fork(self, sequence_id: str, child_id: str) -> None:
+        """A second sequence with the same past; blocks are shared and copied only when written to."""
+        with self._lock:
+            parent = self._running(sequence_id)
+            if child_id in self._sequences:
+                raise DuplicateSequence(f"sequence {child_id!r} is live already; fork needs a new id")
+            if parent.written != parent.committed:
+                raise UsageError(
+                    f"fork of {sequence_id!r}: {parent.written - parent.committed} written tokens are not committed; "
+                    "commit or roll them back first"
+                )
+            tables = [table.fork() for table in parent.tables]
+            self._sequences[child_id] = Sequence(
+                sequence_id=child_id,
+                chain=parent.chain.fork(),
+                root=parent.root,
+                tables=tables,
+                exact=parent.exact,
+                prompt_tokens=parent.prompt_tokens,
+                written=parent.written,
+                committed=parent.committed,
+                sealed_blocks=parent.sealed_blocks,
+                lossy_from=parent.lossy_from,
+                cold_generation=parent.cold_generation,
+                prefill_done=parent.prefill_done,
+                shared=parent.shared,
+                reused_tokens=parent.reused_tokens,
+                private_from=parent.private_from,
+            )
+            if parent.exact:
+                for table in tables:
+                    self.pool.hold_exact(table.ids())
+
+    def preempt(self, sequence_id: str) -> None:
+        """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
+        with self._lock:
+            sequence = self._sequence(sequence_id)
+            self._upkeep.spill_sequence(sequence)
+            self._release(sequence)
+            self.metrics.add("preemptions", cause="capacity")
+
+    def finish(self, sequence_id: str) -> None:
+        """End a sequence; what it sealed stays as hits until evicted."""
+        with self._lock:
+            self._release(self._sequence(sequence_id))
+
+    def abort(self, sequence_id: str) -> None:
+        """End a sequence at any moment, loading included. Blocks in flight are freed when their transfer ends."""
+        with self._lock:
+            self._release(self._sequence(sequence_id))
+
+    def _release(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.sequence_id]
+        for table in sequence.tables:
+            if sequence.exact:
+                self.pool.drop_exact(table.ids())
+            table.release()
+
+    # -- upkeep -------------------------------------------------------------------------------------------------
+
+    def step(self, now: float | None = None) -> StepReport:
+        """Bring back finished transfers, then start a bounded amount of cooling and spilling. Never waits."""
+        with self._lock:
+            self._check_open()
+            now = self._clock() if now is None else now
+            self._arrived.clear()
+            for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
+                del self._leases[lease.lease_id]
+                self._end_lease(lease)
+            return self._upkeep.step(now)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until some transfer has ended, or the time is up; then call `step`. For loops with nothing else to do."""
+        with self._lock:
+            if not self._mover.in_flight_blocks:
+                return False
+        return self._arrived.wait(timeout_seconds)
+
+    def usage(self) -> StoreUsage:
+        with self._lock:
+            return self._upkeep.usage()
+
+    def reset(self) -> None:
+        """The weights changed in place: nothing stored before is ever served again.
+
+        Raises the epoch, drops idle blocks and empties every tier. Live sequences go on, but name nothing any more.
+        Raises TierError when a tier cannot be reached; the epoch is raised all the same, so that even its copies miss.
+        """
+        with self._lock:
+            self._check_open()
+            self._identity = replace(self._identity, epoch=self._identity.epoch + 1)
+            self._root = self._identity.root()
+            for sequence in self._sequences.values():
+                sequence.shared = False
+            self.pool.drop_all_idle()
+            failures = []
+            for tier in self._tiers:
+                try:
+                    tier.clear()
+                except TierError as error:
+                    failures.append(f"{tier.name}: {error}")
+            if failures:
+                raise TierError("reset did not reach every tier: " + "; ".join(failures))
+
+    def check_invariants(self) -> None:
+        """Raise IntegrityError naming the first invariant that does not hold."""
+        with self._lock:
+            tables = [table for sequence in self._sequences.values() for table in sequence.tables]
+            self.pool.check_invariants(tables)
+            for sequence in self._sequences.values():
+                self._check_sequence(sequence)
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        name = sequence.sequence_id
+        if not 0 <= sequence.committed <= sequence.written and sequence.state is SequenceState.RUNNING:
+            raise IntegrityError(f"{name!r}: committed {sequence.committed} > written {sequence.written}")
+        if sequence.chain.token_count < sequence.committed:
+            raise IntegrityError(f"{name!r}: chain of {sequence.chain.token_count} < committed {sequence.committed}")
+        for table in sequence.tables:
+            if table.token_count != sequence.written:
+                raise IntegrityError(f"{name!r}: table has {table.token_count} tokens, written {sequence.written}")
+
+    def close(self) -> None:
+        """Stop movement, close the tiers that this store made or was given. Closing twice is harmless."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._executor.close()
+        for tier in self._tiers:
+            tier.close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _chain(self, token_ids: Items[int], media: Items[Media], identity: Identity | None) -> HashChain:
+        if not len(token_ids):
+            raise UsageError("an empty prompt has nothing to compute: give at least one token id")
+        chain = HashChain(
+            self._root if identity is None else identity.root(),
+            self.geometry.block_tokens,
+            placeholder_ids=self._placeholder_ids,
+        )
+        chain.extend(token_ids, media)
+        return chain
+
+    def _sequence(self, sequence_id: str) -> Sequence:
+        self._check_open()
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequence(f"no live sequence {sequence_id!r}: never admitted, or finished, aborted, preempted")
+        return sequence
+
+    def _running(self, sequence_id: str) -> Sequence:
+        sequence = self._sequence(sequence_id)
+        if sequence.state is SequenceState.LOADING:
+            raise UsageError(f"sequence {sequence_id!r} is still loading: call step until fetch says done")
+        return sequence
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this store is closed")
+
+    def _on_evict(
+        self, group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int
+    ) -> None:
+        """The pool drops idle blocks; called inside `allocate`, under the lock."""
+        self._upkeep.forget(ids)
+        self.metrics.add("evicted_blocks", len(ids), tier="device", cause="capacity")
