@@ -26,10 +26,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from allocator.errors import CapacityError, ConfigError, DuplicateSequence, KVError, UnknownSequence
+from allocator.errors import ConfigError, DuplicateSequence, KVError
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
@@ -81,9 +78,12 @@ class EngineAdapter(ABC):
         """Shape of the cache: groups, layers, heads, block size; None only for an adapter without a cache."""
 
     @abstractmethod
-    def reserve(self, sequence_id: str, token_ids: Sequence[int], *, exact: bool = False) -> Reservation:
+    def reserve(
+        self, sequence_id: str, token_ids: Sequence[int], *, exact: bool = False, prompt_tokens: int | None = None
+    ) -> Reservation:
         """Take the longest usable prefix of `token_ids` for a new sequence; at least one token is left to compute.
 
+        prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption); default all.
         Raises CapacityError (nothing is held then), DuplicateSequence, UsageError.
         """
 
@@ -184,12 +184,14 @@ class StoreAdapter(EngineAdapter):
     def geometry(self) -> KVGeometry | None:
         return None if self._store is None else self._store.geometry
 
-    def reserve(self, sequence_id: str, token_ids: Sequence[int], *, exact: bool = False) -> Reservation:
+    def reserve(
+        self, sequence_id: str, token_ids: Sequence[int], *, exact: bool = False, prompt_tokens: int | None = None
+    ) -> Reservation:
         if self._store is None:
             return Reservation(sequence_id, 0, 0)
         if sequence_id in self._loading:
             raise DuplicateSequence(f"sequence {sequence_id!r} is still loading")
-        given = self._store.admit(sequence_id, token_ids, exact=exact)
+        given = self._store.admit(sequence_id, token_ids, exact=exact, prompt_tokens=prompt_tokens)
         if given.pending_tokens > 0:
             self._loading[sequence_id] = self._clock() + self._load_deadline_seconds
         return Reservation(sequence_id, given.reused_tokens, given.pending_tokens, given.by_tier)

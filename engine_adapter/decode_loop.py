@@ -5,9 +5,9 @@ the newest if it must), asks for tables and places only then, runs the model onc
 chunks, the fed token, accepted drafts. Rejected drafts are rolled back before the commit, so only committed tokens are
 ever sealed. Nothing about blocks is kept between steps.
 
-One thread: `submit`, `abort`, `step` and `run` are called from the same thread; callbacks of a request may call `submit`
-and `abort`. The clock is injected and only measured, never decided upon, except that `run` gives up on a stream after a
-minute without any progress.
+One thread: `submit`, `abort`, `step` and `run` are called from the same thread; callbacks of a request may call
+`submit` and `abort`. The clock is injected and only measured, never decided upon, except that `run` gives up on a
+stream after a minute without any progress.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from allocator.errors import CapacityError, ConfigError, DuplicateSequence, KVError, UnknownSequence
+from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, UsageError
 from engine_adapter.adapter import StoreAdapter
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.drafter import Drafter
@@ -45,6 +45,11 @@ class Runner(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def position_limit(self) -> int | None:
+        """Most tokens that a sequence may have, None without a limit."""
+        ...
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits Tensor[sum of logits_count, vocab_size], rows in the order of the slices and their tokens."""
@@ -116,6 +121,12 @@ class DecodeLoop:
         request_id = request.request_id
         if request_id in self._live or request_id in self._results:
             raise DuplicateSequence(f"request id {request_id!r} is in use: running, or its result not collected yet")
+        limit = self._runner.position_limit
+        if limit is not None and len(request.token_ids) + request.output_limit > limit:
+            raise UsageError(
+                f"request {request_id!r}: {len(request.token_ids)} prompt tokens and {request.output_limit} new ones "
+                f"pass the model's {limit} positions"
+            )
         self._store.check_fits(len(request.token_ids))
         state = RequestState(request, self._arrivals)
         self._arrivals += 1
@@ -141,7 +152,7 @@ class DecodeLoop:
         return True
 
     def step(self) -> StepOutcome:
-        """One bounded round: no waiting, at most one forward pass. If the runner raises, the step's room is given back."""
+        """One bounded round: no waiting, at most one forward pass. If that raises, the step's room is given back."""
         self._finished_now = []
         self._store.step()
         self._scheduler.take_loads()
@@ -274,7 +285,7 @@ class DecodeLoop:
         stream.once_computed = max(stream.once_computed, end)
 
     def _fork(self, root: Stream, row: Tensor, argmax: int) -> list[tuple[Stream, Choice]]:
-        """The other branches of a request, born when its prompt is computed: they share its blocks where they run now."""
+        """The other branches of a request, born when its prompt is computed; those that run now share its blocks."""
         request, live = root.request, self._live[root.request.request_id]
         if root.index or root.state.forked:
             return []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LogitsCallback = Callable[[int, int, "Tensor"], None]
-"""Called as (branch index, output position, logits Tensor[vocab]) for every token that the model chooses or is forced."""
+"""Called as (branch index, output position, logits Tensor[vocab]) for every output token."""
 
 TokenCallback = Callable[[str, int, int], None]
 """Called as (request id, branch index, token id) for every output token, in order."""

@@ -20,10 +20,6 @@ from engine_adapter.request import Request
 _SEED_MASK = (1 << 64) - 1
 
 
-class NonFiniteLogits(ArithmeticError):
-    """The model's logits for a token hold NaN, or nothing but infinities."""
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The token put out at one place and the model's own first choice there."""

@@ -3,8 +3,8 @@
 The rules, in the order in which they bind:
 
 - **First come, first served.** Every stream has a rank (arrival of its request, branch); lists are kept in rank order.
-- **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks, oldest
-  first, fill the step's token budget.
+- **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks,
+  oldest first, fill the step's token budget.
 - **Room is made from the newest.** When a stream cannot grow, the newest running or loading stream is preempted; the
   newest itself just waits. So the oldest always moves on, or, alone, fails with an error of its own: no livelock.
 - **Admit what will fit.** A stream is admitted beside others only while the pool has room for all prompts begun, and
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
 
 _FAILED_LOADS_LIMIT = 3
+_PATIENT_STEPS = 4  # how long a stream waits for transfers to free memory before the newest is preempted for it
 
 
 class Phase(StrEnum):
@@ -72,6 +73,7 @@ class Stream:
     computed: int = 0
     once_computed: int = 0
     failed_loads: int = 0
+    stalled_steps: int = 0
     expected_tiers: dict[str, int] = field(default_factory=dict)
     argmax_token_ids: list[int] = field(default_factory=list)
 
@@ -169,7 +171,8 @@ class Scheduler:
         """Take the stream out of its list for good; returns where it was."""
         phase = stream.phase
         if phase is not Phase.ENDED:
-            {Phase.WAITING: self.waiting, Phase.LOADING: self.loading, Phase.RUNNING: self.running}[phase].remove(stream)
+            queues = {Phase.WAITING: self.waiting, Phase.LOADING: self.loading, Phase.RUNNING: self.running}
+            queues[phase].remove(stream)
             stream.phase = Phase.ENDED
         return phase
 
@@ -218,7 +221,12 @@ class Scheduler:
         """True when later streams may be tried too."""
         alone = not self.running and not self.loading
         try:
-            given = self._adapter.reserve(stream.sequence_id, stream.tokens, exact=stream.request.exact)
+            given = self._adapter.reserve(
+                stream.sequence_id,
+                stream.tokens,
+                exact=stream.request.exact,
+                prompt_tokens=len(stream.request.token_ids),
+            )
         except CapacityError as error:
             if error.permanent or (alone and not error.transient):
                 self.remove(stream)
@@ -306,8 +314,7 @@ class Scheduler:
         for stream in decoding:
             if stream.phase is not Phase.RUNNING:
                 continue
-            drafts = self._draft(stream, draft_tokens)
-            drafts = self._grow_with_drafts(stream, drafts, planned)
+            drafts = self._grow_with_drafts(stream, self._draft(stream, draft_tokens), planned)
             if drafts is not None:
                 draft_tokens -= len(drafts)
                 spare -= len(drafts)
@@ -349,13 +356,15 @@ class Scheduler:
             try:
                 self._adapter.allocate(stream.sequence_id, count)
             except CapacityError as error:
-                if error.transient:
-                    return 0
+                alone = len(self.running) + len(self.loading) == 1
                 newest = max([*self.running, *self.loading], key=_rank)
+                if error.transient and (alone or stream.stalled_steps < _PATIENT_STEPS):
+                    stream.stalled_steps += 1
+                    return 0
                 if newest is not stream:
                     planned.pop(newest, None)
                     self.preempt(newest)
-                elif len(self.running) + len(self.loading) > 1:
+                elif not alone:
                     return 0
                 elif count > 1:
                     count = count // 2
@@ -363,6 +372,7 @@ class Scheduler:
                     self._on_failed(stream, error)
                     return 0
             else:
+                stream.stalled_steps = 0
                 return count
 
 

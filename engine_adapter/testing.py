@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allocator.errors import ConfigError, IntegrityError
+from allocator import COLD, ConfigError, IntegrityError
 from engine_adapter.batch import FORM_INT4, SequenceSlice, StepBatch
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class ToyModel:
         try:
             return _LARGEST_EXACT[self.geometry.dtype]
         except KeyError:
-            raise ConfigError(f"the toy model is exact in {sorted(_LARGEST_EXACT)}, got {self.geometry.dtype}") from None
+            expected = sorted(_LARGEST_EXACT)
+            raise ConfigError(f"the toy model is exact in {expected}, got {self.geometry.dtype}") from None
 
     @property
     def layer_count(self) -> int:
@@ -70,7 +71,7 @@ class ToyModel:
         return (channels @ weights) % self.modulus
 
     def distance_weights(self, distances: Ints, window_tokens: int | None) -> Ints:
-        """Weight of a position `distances` tokens back: 0 ahead of the query and beyond the window, else 1..modulus-1."""
+        """Weight of a position `distances` tokens back: 0 ahead of the query and beyond the window, else at least 1."""
         weights = (distances * distances * 3 + distances * 31 + 7) % (self.modulus - 1) + 1
         visible = distances >= 0
         if window_tokens is not None:
@@ -81,7 +82,7 @@ class ToyModel:
         return (states * 48271 + attended * 6961 + layer + 1) % self.modulus
 
     def logits(self, states: Ints) -> NDArray[np.float32]:
-        """float32[n, vocab]: a clear first choice (the state's residue), the others in an order drawn from the state."""
+        """float32[n, vocab]: the state's residue is the clear first choice, the tokens above it follow in order."""
         tokens = np.arange(self.vocab_size, dtype=np.int64)
         ahead = (tokens[None, :] - states[:, None]) % self.vocab_size
         return (-0.5 * ahead).astype(np.float32)
@@ -94,6 +95,7 @@ class ToyRunner:
         self, geometry: KVGeometry, slab: Slab, *, vocab_size: int = 97, read_cold: ColdReader | None = None
     ) -> None:
         self.model = ToyModel(geometry, vocab_size)
+        self.position_limit: int | None = None
         self.forward_count = 0
         self.computed_tokens = 0
         self._slab = slab
@@ -206,7 +208,7 @@ class ToyRunner:
         return total
 
     def _channels(self, blocks: Tensor) -> Ints:
-        """Integers int64[blocks * block_tokens, kv_heads * dim] of blocks Tensor[blocks, kv_heads, block_tokens, dim]."""
+        """int64[blocks * block_tokens, kv_heads * dim] of blocks Tensor[blocks, kv_heads, block_tokens, dim]."""
         flat = blocks.permute(0, 2, 1, 3).reshape(blocks.shape[0] * blocks.shape[2], -1)
         whole = torch.nan_to_num(flat, nan=-1.0, posinf=-2.0, neginf=-3.0).round().to(torch.int64)
         return np.asarray(whole.numpy() % self.model.modulus, dtype=np.int64)
@@ -219,11 +221,8 @@ def decode_cold_slot(store: KVStore, group: int, slot: int) -> tuple[Tensor, Ten
     codec, slab = store.cold_codec, store.slab
     if codec is None or slab is None:
         raise ConfigError("the store keeps no INT4 blocks")
-    extent, inside = slab.cold_index(torch.tensor([slot]))
-    payload = slab.cold_view(group)[extent, inside][0].contiguous()
-    shape = block_shapes(store.geometry)[group]
-    keys, values = codec.decode(payload.numpy().tobytes(), shape, torch.float32)
-    return keys, values
+    payload = slab.slot_bytes_view(2 * group + COLD, slot).numpy().tobytes()
+    return codec.decode(payload, block_shapes(store.geometry)[group], torch.float32)
 
 
 def toy_states(model: ToyModel, token_ids: Sequence[int]) -> Ints:
