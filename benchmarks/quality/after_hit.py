@@ -47,8 +47,8 @@ def rows(loaded: Any, runner: Any, options: Options) -> Iterator[Row]:
     mean = sum(divergences) / count
     note = (
         f"after_hit: {count} prefixes of {prefix} tokens, {100 * cold_share:.0f} % of their blocks read as INT4; the "
-        f"first {SCORED_TOKENS} tokens after the hit, true continuation fed, against a store that never cools. The baseline "
-        "is twice the bar of 0.003, not a measurement."
+        f"first {SCORED_TOKENS} tokens after the hit, true continuation fed, against a store that never cools. The "
+        "baseline is twice the bar of 0.003, not a measurement."
     )
     yield Row(
         suite="loop",

@@ -125,7 +125,7 @@ def _chunked_prefill(bench: _Bench, options: Options) -> Iterator[Row]:
     interleaved(partial(run, True), partial(run, False), 1 if options.quick else options.rounds)
     note = (
         f"chunked_prefill: {RUNNING_REQUESTS} requests decode while one with {length} tokens of prompt arrives; in "
-        f"chunks of {CHUNK_TOKENS} tokens a step, beside the whole prompt in one step. Gaps are those of the running requests."
+        f"chunks of {CHUNK_TOKENS} tokens a step, beside the whole prompt in one step. Gaps are the running requests'."
     )
     figures: dict[str, Callable[[_Mixed], float]] = {
         "itl_p99": lambda mixed: percentile(mixed.gaps, 99) or 0.0,
