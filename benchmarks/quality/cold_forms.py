@@ -123,7 +123,7 @@ class RotatedQ40Form:
         scale = (extreme / -8).half().float()
         scale = torch.where(scale == 0, torch.full_like(scale, 1e-8), scale)
         codes = (groups / scale + 8.5).floor().clamp(0, 15)
-        back = ((codes - 8) * scale).flatten(-2) @ rotation.T
+        back: torch.Tensor = ((codes - 8) * scale).flatten(-2) @ rotation.T
         return back.flatten(-2).bfloat16().float()
 
 

@@ -10,6 +10,7 @@ Two figures, neither of a trained MLA model:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,5 +158,5 @@ def _random_latent_errors(outlier: float, seed: int) -> dict[str, float]:
 
 def _attended(query: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     """query Tensor[heads, dim], latent Tensor[tokens, dim]; keys are all of a latent, values its first 512 numbers."""
-    weights = (query @ latent.T / query.shape[-1] ** 0.5).softmax(-1)
-    return weights @ latent[:, :512]
+    scores = query @ latent.T / math.sqrt(query.shape[-1])
+    return scores.softmax(-1) @ latent[:, :512]

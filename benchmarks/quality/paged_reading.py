@@ -146,7 +146,8 @@ def _piece(
     if window:
         hidden |= seen <= at - window
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-    return torch.matmul(weights.flatten(1, 2), values).unflatten(1, (-1, rows))
+    attended: torch.Tensor = torch.matmul(weights.flatten(1, 2), values).unflatten(1, (-1, rows))
+    return attended
 
 
 @torch.inference_mode()
