@@ -204,24 +204,28 @@ class BlockTable:
         Shared and sealed blocks stay intact for others. CannotRollback, with nothing changed, when the window of the
         next token would need blocks that were dropped already.
         """
-        self._check_alive()
-        if not 0 <= token_count <= self.token_count:
-            raise UsageError(f"expected a token count in 0..{self.token_count} to truncate to, got {token_count}")
+        self.check_truncate(token_count)
         keep = -(-token_count // self.block_tokens)
-        needed = 0
-        if self.window_tokens is not None:
-            needed = window_first_block(token_count, self.window_tokens, self.block_tokens)
-        if token_count and needed < self.first_live and needed < keep:
-            raise CannotRollback(
-                f"{token_count} tokens need blocks from {needed} on, those before {self.first_live} "
-                "have left the window"
-            )
         gone = self._ids[keep : self._size][::-1].copy()
         self.pool.release(gone)
         self._size = keep
         self.token_count = token_count
         self.first_live = min(self.first_live, keep)
         return gone
+
+    def check_truncate(self, token_count: int) -> None:
+        """What `truncate` would raise, without truncating: lets a caller cut the tables of all groups or none."""
+        self._check_alive()
+        if not 0 <= token_count <= self.token_count:
+            raise UsageError(f"expected a token count in 0..{self.token_count} to truncate to, got {token_count}")
+        needed = 0
+        if self.window_tokens is not None:
+            needed = window_first_block(token_count, self.window_tokens, self.block_tokens)
+        if token_count and needed < self.first_live and needed < -(-token_count // self.block_tokens):
+            raise CannotRollback(
+                f"{token_count} tokens need blocks from {needed} on, those before {self.first_live} "
+                "have left the window"
+            )
 
     def drop_before(self, token: int) -> Ids:
         """Gives back the blocks that end at or before `token`, oldest first; their positions stay, as -1.
@@ -246,7 +250,18 @@ class BlockTable:
         """
         if self.window_tokens is None:
             return np.empty(0, dtype=np.int32)
-        return self.drop_before(committed_tokens - self.window_tokens + 1 - self.block_tokens)
+        return self.drop_before(self._window_edge(committed_tokens))
+
+    def window_surplus(self, committed_tokens: int) -> Ids:
+        """The ids that `drop_window` would give back now."""
+        if self.window_tokens is None:
+            return np.empty(0, dtype=np.int32)
+        end = min(self._window_edge(committed_tokens), self.token_count) // self.block_tokens
+        return self._ids[self.first_live : max(end, self.first_live)].copy()
+
+    def _window_edge(self, committed_tokens: int) -> int:
+        assert self.window_tokens is not None
+        return committed_tokens - self.window_tokens + 1 - self.block_tokens
 
     def release(self) -> None:
         """Gives everything back; the table cannot be used afterwards (UsageError).

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from allocator import COLD, FULL, ConfigError, KVGeometry, Slab
+from allocator import ConfigError, KVGeometry, Slab
 from quant import BlockShape, CodecError, get_codec
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class DeviceBlocks:
         """The slot's bytes: the slab's own memory on the host, a copy of it otherwise."""
         if self._on_host:
             return self._slab.slot_memory(2 * group + form, slot)
-        return memoryview(self._slab.slot_bytes_view(2 * group + form, slot).cpu().numpy())
+        return memoryview(bytes(self._slab.slot_bytes_view(2 * group + form, slot).cpu().numpy()))
 
     def write_buffer(self, group: int, form: int, slot: int) -> memoryview:
         """Where a tier should put the slot's bytes; `write_back` brings them to the device afterwards."""
@@ -166,6 +166,3 @@ class AbsentDevice:
 
     def write_back(self, group: int, form: int, slot: int, buffer: memoryview) -> None:
         raise ConfigError("a store with device='absent' has no bytes: attach no tiers to it")
-
-
-__all__ = ["COLD", "FULL", "AbsentDevice", "BlockBytes", "DeviceBlocks", "block_shapes", "cold_slot_bytes", "make_codec"]

@@ -299,7 +299,7 @@ class HashChain:
         if type(token_ids) is list and len(token_ids) == 1:
             return 0 <= start < len(self._tokens) and self._tokens[start] == token_ids[0]
         tokens = as_token_array(token_ids)
-        return 0 <= start and self._tokens[start : start + len(tokens)] == tokens
+        return start >= 0 and self._tokens[start : start + len(tokens)] == tokens
 
     def extend(self, token_ids: TokenIds, media: Sequence[Media] = ()) -> list[bytes]:
         """Append tokens and return the hashes of the blocks that they completed.

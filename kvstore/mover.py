@@ -11,17 +11,18 @@ submitted until `drain` has seen its completion. The pool hands out and evicts n
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from allocator import COLD, FULL
+from allocator import FULL
 from kvstore.tier import ResultCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from allocator import BlockPool
+    from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
@@ -82,6 +83,7 @@ class Mover:
         device: BlockBytes,
         executor: Executor,
         metrics: StoreMetrics,
+        costs: CostModel,
         *,
         spill_inflight_limit: int,
         waker: Callable[[], None],
@@ -90,6 +92,7 @@ class Mover:
         self._device = device
         self._executor = executor
         self._metrics = metrics
+        self._costs = costs
         self._spill_inflight_limit = spill_inflight_limit
         self._waker = waker
         self._spills: dict[Transfer, _SpillJob] = {}
@@ -116,7 +119,7 @@ class Mover:
         queue = self._cool_queue
         overflow = len(queue) + len(blocks) - (queue.maxlen or 0)
         if overflow > 0:
-            self._metrics.add("lossy_refused_blocks", overflow, cause="queue_full")
+            self._metrics.kept_raw("queue_full", overflow)
         queue.extend(blocks)
 
     def start_cool(self, limit: int) -> int:
@@ -176,9 +179,8 @@ class Mover:
                 cooled += self._pool.finish_cool(block_id, target)
             else:
                 self._pool.cancel_cool(block_id, target)
-                cause = "error_bound" if job.failure is None else "encode_failed"
-                self._metrics.add("lossy_refused_blocks", cause=cause)
-        self._metrics.add("cooled_blocks", cooled, cause=job.cause)
+                self._metrics.kept_raw("error_bound" if job.failure is None else "encode_failed")
+        self._metrics.cooled(cooled, cause=job.cause)
         if job.failure is not None:
             raise job.failure
         return cooled
@@ -192,8 +194,7 @@ class Mover:
         """
         room = self._spill_inflight_limit - self._spilling_blocks
         if room < len(blocks):
-            dropped = len(blocks) - max(0, room)
-            self._metrics.add("dropped_blocks", dropped, tier=tier.name, cause="queue_full")
+            self._metrics.dropped("queue_full", len(blocks) - max(0, room), tier=tier.name)
             blocks = blocks[: max(0, room)]
         if not blocks:
             return 0
@@ -219,8 +220,8 @@ class Mover:
             if result is ResultCode.OK:
                 stored += 1
             else:
-                self._metrics.add("dropped_blocks", tier=job.tier.name, cause=result.value)
-        self._metrics.add("spilled_blocks", stored, tier=job.tier.name)
+                self._metrics.dropped(result.value, tier=job.tier.name)
+        self._metrics.spilled(job.tier.name, stored)
         return stored
 
     # -- fetch --------------------------------------------------------------------------------------------------
@@ -228,9 +229,7 @@ class Mover:
     def start_fetch(self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[], None], now: float) -> None:
         """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set."""
         pool = self._pool
-        buffers = [
-            self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies
-        ]
+        buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
         pool.begin_transfer([copy.block_id for copy in copies])
         items = [(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)]
         transfer = tier.submit_get(items)
@@ -247,11 +246,11 @@ class Mover:
                 for copy in job.copies:
                     copy.outcome = False
                 expired += len(job.copies)
-                self._metrics.add("missed_blocks", len(job.copies), tier=job.tier.name, cause="deadline")
+                self._metrics.missed("deadline", len(job.copies), tier=job.tier.name)
                 job.on_done()
         return expired
 
-    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode]) -> int:
+    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode], now: float) -> int:
         pool = self._pool
         if job.abandoned:  # late: the blocks belong to nobody any more and leave with their transfer
             pool.end_transfer([copy.block_id for copy in job.copies])
@@ -263,15 +262,18 @@ class Mover:
                 self._device.write_back(copy.group, copy.form, pool.slot_of(copy.block_id), buffer)
                 good += 1
             else:
-                self._metrics.add("missed_blocks", tier=job.tier.name, cause=result.value)
+                self._metrics.missed(result.value, tier=job.tier.name)
         pool.end_transfer([copy.block_id for copy in job.copies])
-        self._metrics.add("fetched_blocks", good, tier=job.tier.name)
+        self._metrics.fetched(job.tier.name, good)
+        if good == len(results):
+            loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
+            self._costs.observe_load(job.tier.name, loaded_bytes, now - job.started_seconds)
         job.on_done()
         return good
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
-    def drain(self, tiers: Sequence[Tier]) -> Drained:
+    def drain(self, tiers: Sequence[Tier], now: float) -> Drained:
         """Apply everything that has finished. An unknown completion (cancelled, late) changes nothing."""
         drained = Drained()
         for tier in tiers:
@@ -282,7 +284,7 @@ class Mover:
                     continue
                 fetch = self._fetches.pop(completion.transfer, None)
                 if fetch is not None:
-                    drained.fetched += self._finish_fetch(fetch, completion.results)
+                    drained.fetched += self._finish_fetch(fetch, completion.results, now)
         failure: BaseException | None = None
         while True:
             try:
@@ -296,6 +298,3 @@ class Mover:
         if failure is not None:
             raise failure
         return drained
-
-
-__all__ = ["COLD", "Drained", "Mover"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from allocator import (
     BlockPool,
     BlockTable,
     CapacityError,
-    ConfigError,
     DuplicateSequence,
     ExtentLayout,
     GroupKind,
@@ -41,18 +41,25 @@ from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
 from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
+from kvstore.tier import InlineExecutor, ThreadExecutor
 from kvstore.upkeep import StepReport, StoreUsage, Upkeep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Items
 
+    import numpy as np
     import numpy.typing as npt
 
     from allocator import Slab
     from kvstore.identity import Media
-    from kvstore.tier import Tier
+    from kvstore.tier import Executor, Tier
     from quant import BlockCodec
+
+
+def make_executor(kind: str) -> Executor:
+    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
+    return InlineExecutor() if kind == "inline" else ThreadExecutor()
 
 
 class KVStore:
@@ -109,16 +116,19 @@ class KVStore:
         cold = (self.cold_codec.name, self.cold_codec.parameters()) if self.cold_codec else None
         self._residency = Residency(geometry, self.pool, self._tiers, cold)
         self._executor = make_executor(config.io_threads)
+        self._costs = CostModel(
+            prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always
+        )
         self._mover = Mover(
             self.pool,
             self._device,
             self._executor,
             self.metrics,
+            self._costs,
             spill_inflight_limit=config.spill_queue_blocks,
             waker=self._arrived.set,
         )
-        self._costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second)
-        self._admitter = Admitter(geometry, self.pool, self._residency, self._mover, self._costs, self.metrics)
+        self._admitter = Admitter(geometry, self.pool, self._residency, self._mover, self._costs)
         self._upkeep = Upkeep(
             geometry,
             self.pool,
@@ -147,7 +157,16 @@ class KVStore:
             ),
         )
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
+        with self._lock:
+            self._costs.observe_prefill(tokens, seconds)
+
     # -- what others may look at --------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def slab(self) -> Slab | None:
@@ -301,11 +320,11 @@ class KVStore:
             if plan.lossy:
                 sequence.lossy_from = sequence.written
             self._sequences[sequence_id] = sequence
-            by_tier = self._admitter.hit(plan).by_tier
             self._admitter.start_fetch(sequence, plan, self._fetch_done, self._clock())
             if sequence.state is SequenceState.RUNNING:
-                self._take_ready(sequence, plan.blocks)
+                self._take_ready(sequence, plan.blocks, {})
             reused = plan.device_blocks * block_tokens
+            by_tier = self._admitter.hit(plan).by_tier
             return Admission(sequence_id, reused, plan.blocks * block_tokens - reused, by_tier)
 
     def fetch(self, sequence_id: str) -> FetchState:
@@ -320,19 +339,27 @@ class KVStore:
         if self._sequences.get(sequence.sequence_id) is not sequence:
             return  # aborted meanwhile: its blocks were released and leave when their transfers ended
         planned = sequence.written // self.geometry.block_tokens
+        pending = sequence.pending
         blocks = self._admitter.settle(sequence)
+        self._upkeep.remember_fetched(sequence, [copy for copy in pending if copy.outcome and copy.position < blocks])
         if blocks < planned:
             self._growth.truncate(sequence, blocks * self.geometry.block_tokens)
             if all(self.pool.reads_exact(one) for table in sequence.tables for one in table.ids().tolist() if one >= 0):
                 sequence.lossy_from = None
             elif sequence.lossy_from is not None:
                 sequence.lossy_from = blocks * self.geometry.block_tokens
-        self._take_ready(sequence, blocks)
+        self._take_ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
 
-    def _take_ready(self, sequence: Sequence, blocks: int) -> None:
-        tokens = blocks * self.geometry.block_tokens
-        sequence.written = sequence.committed = sequence.reused_tokens = tokens
+    def _take_ready(self, sequence: Sequence, blocks: int, fetched: dict[int, str]) -> None:
+        """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
+        block_tokens = self.geometry.block_tokens
+        sequence.written = sequence.committed = sequence.reused_tokens = blocks * block_tokens
         sequence.sealed_blocks = blocks
+        by_tier = Counter(fetched.get(position, "device") for position in range(blocks))
+        hits = {name: count * block_tokens for name, count in by_tier.items()}
+        self.metrics.count_request(sequence.sequence_id, sequence.chain.token_count, hits)
+        self.metrics.reused(sequence.reused_tokens, hits)
+        self._upkeep.touch_below(sequence, blocks)
 
     def _check_fits(self, token_count: int) -> None:
         block_tokens, layout = self.geometry.block_tokens, self.pool.layout
@@ -442,17 +469,20 @@ class KVStore:
             sequence = self._sequence(sequence_id)
             self._upkeep.spill_sequence(sequence)
             self._release(sequence)
-            self.metrics.add("preemptions", cause="capacity")
+            self.metrics.preempted()
 
     def finish(self, sequence_id: str) -> None:
         """End a sequence; what it sealed stays as hits until evicted."""
         with self._lock:
             self._release(self._sequence(sequence_id))
+            self.metrics.forget_request(sequence_id)
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence at any moment, loading included. Blocks in flight are freed when their transfer ends."""
         with self._lock:
             self._release(self._sequence(sequence_id))
+            self.metrics.forget_request(sequence_id)
+            self.metrics.aborted()
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
@@ -475,7 +505,7 @@ class KVStore:
             return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until some transfer has ended, or the time is up; then call `step`. For loops with nothing else to do."""
+        """Block until some transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
             if not self._mover.in_flight_blocks:
                 return False
@@ -571,9 +601,7 @@ class KVStore:
         if self._closed:
             raise UsageError("this store is closed")
 
-    def _on_evict(
-        self, group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int
-    ) -> None:
+    def _on_evict(self, group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
         """The pool drops idle blocks; called inside `allocate`, under the lock."""
         self._upkeep.forget(ids)
-        self.metrics.add("evicted_blocks", len(ids), tier="device", cause="capacity")
+        self.metrics.evicted(len(ids))

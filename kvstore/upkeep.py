@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.device_blocks import BlockBytes
     from kvstore.mover import Mover
     from kvstore.residency import Residency
-    from kvstore.sequence import Sequence
+    from kvstore.sequence import PendingCopy, Sequence
     from kvstore.tier import CopyKey, Tier
 
 _SHORT_STEPS = 4  # room is short when it would be gone after this many steps' worth of movement
@@ -90,6 +90,25 @@ class Upkeep:
         for block_id, parent in zip(ids, parents, strict=True):
             self._names[block_id] = _Name(root, parent)
 
+    def remember_fetched(self, sequence: Sequence, copies: Items[PendingCopy]) -> None:
+        """`remember` for blocks that came from a lower tier."""
+        hashes = sequence.chain.hashes
+        for copy in copies:
+            block_id = sequence.tables[copy.group].id_at(copy.position)
+            parent = hashes[copy.position - 1] if copy.position else None
+            self.remember([block_id], sequence.root, [parent])
+
+    def touch_below(self, sequence: Sequence, blocks: int) -> None:
+        """A hit on the device is a use of the copies below it too: else a prefix grows old under its suffix."""
+        if not self.tiers or not blocks:
+            return
+        hashes = sequence.chain.hashes[:blocks]
+        for group in range(len(self.geometry.groups)):
+            for form in (FULL, COLD) if self.cools else (FULL,):
+                keys = self.residency.copy_key(sequence.root, group, hashes[0], form, True).with_hashes(hashes)
+                for tier in self.tiers:
+                    tier.touch(keys)
+
     def forget(self, ids: Iterable[int]) -> None:
         for block_id in ids:
             self._names.pop(block_id, None)
@@ -136,13 +155,13 @@ class Upkeep:
         return self.cools or bool(self.tiers)
 
     def step(self, now: float) -> StepReport:
-        before = self.drain()
+        before = self.drain(now)
         self.mover.expire(now, self.config.fetch_deadline_seconds)
         moved = self._compact()
         self.mover.start_cool(self.config.cool_blocks_per_step)
         for group in range(len(self.geometry.groups)):
             self._relieve(group)
-        after = self.drain()
+        after = self.drain(now)
         return StepReport(
             cooled_blocks=before.cooled_blocks + after.cooled_blocks,
             spilled_blocks=before.spilled_blocks + after.spilled_blocks,
@@ -150,8 +169,8 @@ class Upkeep:
             moved_blocks=moved,
         )
 
-    def drain(self) -> StepReport:
-        drained = self.mover.drain(self.tiers)
+    def drain(self, now: float) -> StepReport:
+        drained = self.mover.drain(self.tiers, now)
         if drained.cooled:
             self.cool_generation += 1
         return StepReport(drained.cooled, drained.spilled, drained.fetched)
