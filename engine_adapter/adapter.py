@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from allocator.errors import ConfigError, DuplicateSequence, KVError
@@ -31,8 +30,6 @@ from allocator.errors import ConfigError, DuplicateSequence, KVError
 if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore import KVStore
-
-NO_TIERS: Mapping[str, int] = MappingProxyType({})
 
 
 class LoadOutcome(StrEnum):
@@ -58,7 +55,7 @@ class Reservation:
     sequence_id: str
     ready_tokens: int
     pending_tokens: int
-    by_tier: Mapping[str, int] = field(default=NO_TIERS)
+    by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
 def storable_tokens(computed_tokens: int, allocated_tokens: int, hashed_tokens: int) -> int:

@@ -82,10 +82,11 @@ class ToyModel:
         return (states * 48271 + attended * 6961 + layer + 1) % self.modulus
 
     def logits(self, states: Ints) -> NDArray[np.float32]:
-        """float32[n, vocab]: the state's residue is the clear first choice, the tokens above it follow in order."""
+        """float32[n, vocab]: the state's residue is the clear first choice; the rest of the state sets the slope."""
         tokens = np.arange(self.vocab_size, dtype=np.int64)
         ahead = (tokens[None, :] - states[:, None]) % self.vocab_size
-        return (-0.5 * ahead).astype(np.float32)
+        slope = 0.5 + (states // self.vocab_size % 512) / 1024
+        return (-slope[:, None] * ahead).astype(np.float32)
 
 
 class ToyRunner:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from allocator import FULL, CacheGroup, GroupKind, KVGeometry
+from allocator import CacheGroup, GroupKind, KVGeometry
 from engine_adapter.decode_loop import DecodeLoop, StepOutcome
 from engine_adapter.request import Request, RequestResult
 from engine_adapter.testing import ToyModel, ToyRunner, toy_generate
@@ -66,6 +66,7 @@ class Kit:
         self.model: ToyModel = self.runner.model
         self.loop = DecodeLoop(self.runner, self.store, **{"max_batch_sequences": 4, "step_tokens": 16, **self.options})
         self.outcomes: list[StepOutcome] = []
+        self.available_at_start = self.available()
 
     def step(self) -> StepOutcome:
         outcome = self.loop.step()
@@ -110,9 +111,10 @@ class Kit:
             if not self.store.wait(0.01):
                 break
         self.store.check_invariants()
-        pool = self.store.pool
-        for group in range(len(self.store.geometry.groups)):
-            assert pool.available(group) == pool.capacity(group, FULL), f"group {group} leaks"
+        assert self.available() == self.available_at_start, "blocks leak"
+
+    def available(self) -> list[int]:
+        return [self.store.pool.available(group) for group in range(len(self.store.geometry.groups))]
 
 
 KitMaker = Callable[..., Kit]
