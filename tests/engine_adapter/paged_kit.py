@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from allocator import ExtentLayout, KVGeometry, Slab
 from engine_adapter.attention import AttentionBackend
 from engine_adapter.batch import SequenceSlice, StepBatch

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from loop_kit import FAMILIES, VOCAB, Kit, KitMaker, prompt
-
 from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.request import FinishReason, Request, RequestResult
 from engine_adapter.sampling import draw, uniform_at
 from engine_adapter.testing import ScriptedDrafter, toy_generate
+from tests.engine_adapter.loop_kit import FAMILIES, VOCAB, Kit, KitMaker, prompt
 
 
 def truth(kit: Kit, request: Request, branch: int) -> list[int]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from allocator import CacheGroup, ConfigError, UsageError
 from engine_adapter.attention import AttentionSettings
 from engine_adapter.attention.torch_paged import TorchPagedAttention
 from engine_adapter.batch import StepBatch
 from engine_adapter.runner import HFRunner
-
 from tests.engine_adapter.paged_kit import Paged, reference_logits, reference_tokens, tiny_model
 
 FAMILIES = ("llama", "mqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
