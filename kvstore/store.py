@@ -214,7 +214,7 @@ class KVStore:
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
             token_count = chain.token_count
-            self._check_fits(token_count)
+            self.check_fits(token_count)
             tables = [
                 BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
                 for index, group in enumerate(self.geometry.groups)
@@ -277,7 +277,8 @@ class KVStore:
         self.metrics.reused(sequence.reused_tokens, hits)
         self._upkeep.touch_below(sequence, blocks)
 
-    def _check_fits(self, token_count: int) -> None:
+    def check_fits(self, token_count: int) -> None:
+        """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
         block_tokens, layout = self.geometry.block_tokens, self.pool.layout
         for index, group in enumerate(self.geometry.groups):
             held = token_count
