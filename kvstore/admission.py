@@ -88,7 +88,8 @@ class Admitter:
     def build_tables(self, sequence: Sequence, plan: HitPlan, needed_tokens: int) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
 
-        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit.
+        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit;
+        `transient` when transfers in flight may free memory.
         """
         pool = self._pool
         shared: list[list[int]] = []
@@ -104,7 +105,8 @@ class Admitter:
                     count = sum(copy.form == form for copy in group_plan.copies.values())
                     fetched[group] += pool.allocate(group, count, form).tolist()
                 self._require_room(group, plan, needed_tokens)
-        except CapacityError:
+        except CapacityError as error:
+            error.transient = self._mover.in_flight_blocks > 0
             for ids in fetched:
                 pool.release(ids[::-1])
             for ids in shared:
