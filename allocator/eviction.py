@@ -172,7 +172,7 @@ class LRU(EvictionPolicy):
         need = count
         segments = self._segments
         while need > 0 and (segments or self._late):
-            if self._late and (not segments or self._late[0][0] <= segments[0][0]):
+            if self._late and (not segments or self._late[0][0] < segments[0][0]):
                 tick, order, block_id = heapq.heappop(self._late)
                 if self._stamps[block_id] != tick:
                     continue
@@ -284,7 +284,7 @@ class LRU(EvictionPolicy):
     def _in_order(self, late: list[tuple[int, int, int]]) -> Iterator[tuple[int, int | list[int] | Ids]]:
         place = 0
         for tick, ids, _ in self._segments:
-            while place < len(late) and late[place][0] <= tick:
+            while place < len(late) and late[place][0] < tick:
                 yield late[place][0], late[place][2]
                 place += 1
             yield tick, ids

@@ -16,7 +16,7 @@ MakePool = Callable[..., BlockPool]
 def make_pool() -> MakePool:
     """make_pool(full_blocks, cold=True, groups=1): a pool whose whole span holds that many full blocks of 512 bytes.
 
-    Two full blocks an extent; seven cold ones of 128 bytes fill it up to 128 bytes.
+    Two full blocks an extent, or eight cold ones of 128 bytes; one extent is the spare when there is INT4.
     """
 
     def make(full_blocks: int, cold: bool = True, groups: int = 1, **options: object) -> BlockPool:
