@@ -82,7 +82,7 @@ def test_lru_does_what_a_plain_list_does(data: st.DataObject) -> None:
     """Releases (lists, arrays, runs, late ones), hits and evictions in any order."""
     lru = LRU(IDS)
     order: list[tuple[int, int, list[int], bool]] = []
-    tick = 10
+    tick = 100
     for step in range(data.draw(st.integers(1, 25))):
         idle = [block_id for _, _, ids, _ in order for block_id in ids]
         kind = data.draw(st.sampled_from(["idle", "idle", "late", "busy", "victims", "held", "one"]))
@@ -91,8 +91,8 @@ def test_lru_does_what_a_plain_list_does(data: st.DataObject) -> None:
             size = min(len(fresh), data.draw(st.sampled_from([1, 2, 3, 40])))
             ids = fresh[:size]
             run = kind == "idle" and data.draw(st.booleans())
-            tick += 2
-            when = tick if kind == "idle" else data.draw(st.integers(1, tick // 2)) * 2 - 1
+            tick += 100
+            when = tick if kind == "idle" else data.draw(st.integers(0, tick // 100 - 1)) * 100 + 1 + step
             lru.idle(array(*ids) if data.draw(st.booleans()) else list(ids), when, run)
             order.extend([(when, step, ids, run)] if kind == "idle" else [(when, step, [i], False) for i in ids])
             order.sort(key=lambda entry: entry[0])

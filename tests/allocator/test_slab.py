@@ -161,6 +161,7 @@ def test_a_layout_of_another_geometry_is_refused() -> None:
     geometry = hybrid()
     with pytest.raises(GeometryError, match="expected a layout with full slots"):
         Slab(ExtentLayout(1 << 20, (4096,)), geometry)
+    single = KVGeometry.uniform(layers=1, kv_heads=1, head_dim=8)
+    slab = Slab(ExtentLayout(1 << 20, (single.full_slot_bytes(0),)), single)
     with pytest.raises(UsageError, match="no INT4 slots"):
-        single = KVGeometry.uniform(layers=1, kv_heads=1, head_dim=8)
-        Slab(ExtentLayout(1 << 20, (single.full_slot_bytes(0),)), single).cold_view(0)
+        slab.cold_view(0)
