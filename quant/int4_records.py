@@ -194,13 +194,16 @@ def unpack_records(
 ) -> RecordParts:
     """Codes, scales and zero points, for attention that folds K's scales into the query."""
     layout = _layout_of(records, (key_dim, value_dim), (key_bits, value_bits))
-    shape = (records.shape[0], RUN_TOKENS)
-    codes = unpack_keys(records, torch.empty((*shape, key_dim), dtype=torch.uint8, device=records.device), layout)
-    scales, zeros = key_scales(records, layout)
+    count, device = records.shape[0], records.device
+    keys = torch.empty((count, RUN_TOKENS, key_dim), dtype=torch.uint8, device=device)
+    values = torch.empty((count, RUN_TOKENS, value_dim), dtype=torch.uint8, device=device)
+    for part in _pieces(count, (key_dim, value_dim)):
+        unpack_keys(records[part], keys[part], layout)
+        if value_dim:
+            unpack_values(records[part], values[part], layout)
     if not value_dim:
-        return RecordParts(codes, scales, zeros, None, None, None)
-    values = torch.empty((*shape, value_dim), dtype=torch.uint8, device=records.device)
-    return RecordParts(codes, scales, zeros, unpack_values(records, values, layout), *value_scales(records, layout))
+        return RecordParts(keys, *key_scales(records, layout), None, None, None)
+    return RecordParts(keys, *key_scales(records, layout), values, *value_scales(records, layout))
 
 
 def validate_records(
