@@ -1,0 +1,267 @@
+"""The life of blocks: their states, who counts them, and how idle ones are evicted.
+
+    FREE -> OPEN (one owner writes) -> SEALED (named, shared) -> IDLE (no reference) -> evicted, FREE
+
+A FENCED block has no reference but a transfer or pin still touches its slot; it becomes FREE when the last one ends.
+Bottom room of the pool, under its caller's lock; nothing here blocks, copies or calls out, except `on_evict`.
+
+Invariants (checked by `allocator.invariants`):
+- Every id is in exactly one state: RETIRED, FREE (in the free list), IDLE (in its class's policy), or live/fenced.
+- A HELD block (pinned, in flight) is never FREE and never a victim.
+- `idle_counts`, `held_idle_counts` and `fenced_counts` are the numbers of such blocks, a class each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from allocator.block_state import (
+    FENCED,
+    FREE,
+    HELD,
+    IDLE,
+    OPEN_ONCE,
+    SEALED_ONCE,
+    STATE,
+    BlockState,
+)
+from allocator.errors import CapacityError, UsageError
+from allocator.eviction import LRU, EvictionPolicy
+from allocator.extent_ledger import ExtentLedger, Ids
+from allocator.extents import COLD, FULL, ExtentLayout
+from allocator.prefix_index import PrefixIndex
+
+IdBatch: TypeAlias = "Sequence[int] | Ids"
+OnEvict: TypeAlias = Callable[[int, list[int], list[bytes], list[bool], int], None]
+SMALL_BATCH = 32
+_BATCH_MAX = 4096
+
+
+class BlockLife:
+    """States, references and holds of all blocks of one device span."""
+
+    def __init__(
+        self,
+        layout: ExtentLayout,
+        policy: Callable[[int], EvictionPolicy] = LRU,
+        on_evict: OnEvict | None = None,
+    ) -> None:
+        self.layout = layout
+        self.on_evict = on_evict
+        self.ledger = ledger = ExtentLedger(layout)
+        capacity = ledger.id_capacity
+        self.policies = [policy(capacity) for _ in range(layout.class_count)]
+        self.indexes = [PrefixIndex() for _ in range(layout.group_count)]
+        self.hashes: npt.NDArray[Any] = np.full(capacity + 1, None, dtype=object)
+        self.computed: npt.NDArray[np.uint8] = np.zeros(capacity + 1, dtype=np.uint8)
+        self.computed_view = self.computed.data
+        self.pins: npt.NDArray[np.int32] = np.zeros(capacity + 1, dtype=np.int32)
+        self.transfers: npt.NDArray[np.int32] = np.zeros(capacity + 1, dtype=np.int32)
+        self.exact_holders: npt.NDArray[np.int32] = np.zeros(capacity + 1, dtype=np.int32)
+        self.idle_counts = [0] * layout.class_count
+        self.held_idle_counts = [0] * layout.class_count
+        self.fenced_counts = [0] * layout.class_count
+        self.changing: dict[int, int] = {}  # cooling or moving block -> target id
+        self.targets: set[int] = set()
+        self.tick = 0
+        self.evicted_count = 0
+        self.converted_extents_count = 0
+        self._life = ledger.life
+        self._words = ledger.life_view
+        self._classes = ledger.class_view
+        self._free = ledger.free
+        self._order = np.zeros(capacity + 1, dtype=np.int32)
+        self._numbers = np.arange(max(capacity, _BATCH_MAX), dtype=np.int32)
+        self._open_once = np.full(max(capacity, _BATCH_MAX), OPEN_ONCE, dtype=np.int32).tobytes()
+        self._sealed_once = np.full(max(capacity, _BATCH_MAX), SEALED_ONCE, dtype=np.int32).tobytes()
+
+    def _class_index(self, group: int, form: int) -> int:
+        if not 0 <= group < self.layout.group_count:
+            raise UsageError(f"expected a group in 0..{self.layout.group_count - 1}, got {group}")
+        if form not in (FULL, COLD):
+            raise UsageError(f"expected form {FULL} (full) or {COLD} (cold), got {form}")
+        if not self.layout.has_class(2 * group + form):
+            raise CapacityError(1, 0, f"blocks of group {group} in a form that this device has no slots for")
+        return 2 * group + form
+
+    def _to_free(self, block_id: int) -> None:
+        """A block that nobody refers to and no index names: FREE, or FENCED while it is held."""
+        index = self._classes[block_id]
+        self.hashes[block_id] = None
+        self.computed[block_id] = 0
+        if self._words[block_id] & HELD:
+            self._words[block_id] = FENCED | HELD
+            self.fenced_counts[index] += 1
+        else:
+            self._words[block_id] = FREE
+            self._push_free([block_id])
+
+    def _push_free(self, ids: list[int]) -> None:
+        """Puts ids whose word is FREE on the free list of their class."""
+        classes, lists, frees = self._classes, self._free, self.ledger.frees
+        index = classes[ids[0]]
+        free = lists[index]
+        view, count = free.view, free.count
+        for block_id in ids:
+            if classes[block_id] != index:
+                free.count = count
+                index = classes[block_id]
+                free = lists[index]
+                view, count = free.view, free.count
+            view[count] = block_id
+            count += 1
+            frees[index] += 1
+        free.count = count
+
+    def _become_idle_few(self, ids: list[int], run: bool) -> None:
+        """`_become_idle` for a small batch in plain Python."""
+        classes, words = self._classes, self._words
+        index = classes[ids[0]]
+        held = 0
+        for block_id in ids:
+            if classes[block_id] != index:
+                self._become_idle(ids, run)
+                return
+            held += words[block_id] & HELD
+        self.held_idle_counts[index] += held // HELD
+        self.idle_counts[index] += len(ids)
+        self.tick += 1
+        self.policies[index].idle(ids, self.tick, run)
+
+    def _become_idle(self, ids: list[int] | Ids, run: bool) -> None:
+        """Counts blocks whose word is IDLE and hands them to the policy of their class, in order."""
+        self.tick += 1
+        classes = self.ledger.class_of[ids]
+        held = self._life[ids] & HELD != 0
+        any_held = bool(held.any())
+        first = int(classes[0])
+        same = len(ids) == 1 or bool((classes == first).all())
+        for index in (first,) if same else np.unique(classes).tolist():
+            mine = slice(None) if same else classes == index
+            part = ids if same else np.asarray(ids, dtype=np.int32)[mine]
+            self.idle_counts[index] += len(part)
+            if any_held:
+                self.held_idle_counts[index] += int(np.count_nonzero(held[mine]))
+            self.policies[index].idle(part, self.tick, run)
+
+    def _push_free_many(self, ids: Ids) -> None:
+        """`_push_free` for a large batch."""
+        if not len(ids):
+            return
+        classes = self.ledger.class_of[ids]
+        first = int(classes[0])
+        same = bool((classes == first).all())
+        for index in (first,) if same else np.unique(classes).tolist():
+            part = ids if same else ids[classes == index]
+            self._free[index].push(part)
+            self.ledger.frees[index] += len(part)
+
+    def _distinct_words(self, ids: Ids, verb: str) -> npt.NDArray[np.int32]:
+        """Life words of a batch; UsageError when an id does not exist or comes twice."""
+        if int(ids.min()) < 0 or int(ids.max()) >= self.ledger.id_capacity:
+            raise UsageError(f"expected block ids in 0..{self.ledger.id_capacity - 1} to {verb}, got {ids}")
+        numbers = self._numbers[: len(ids)]
+        if len(ids) > len(self._numbers):
+            raise UsageError(f"expected distinct blocks to {verb}, got {len(ids)} of {self.ledger.id_capacity}")
+        self._order[ids] = numbers
+        if not np.array_equal(self._order[ids], numbers):
+            raise UsageError(f"expected distinct blocks to {verb}, got {ids}")
+        return self._life[ids]
+
+    def _leave_idle(self, ids: Ids, busy: bool) -> None:
+        """Takes idle blocks from their policies and counts; the caller sets their words afterwards."""
+        classes = self.ledger.class_of[ids]
+        held = self._life[ids] & HELD != 0
+        for index in np.unique(classes).tolist():
+            mine = classes == index
+            part = ids[mine]
+            self.idle_counts[index] -= len(part)
+            self.held_idle_counts[index] -= int(np.count_nonzero(held[mine]))
+            (self.policies[index].busy if busy else self.policies[index].forget)(part)
+
+    def state_of(self, block_id: int) -> BlockState:
+        """State of one block."""
+        return BlockState(self._words[self._checked(block_id)] & STATE)
+
+    def _checked(self, block_id: int) -> int:
+        if not 0 <= block_id < self.ledger.id_capacity:
+            raise UsageError(f"expected a block id in 0..{self.ledger.id_capacity - 1}, got {block_id}")
+        return block_id
+
+    # -- eviction -----------------------------------------------------------------------------------------------
+
+    def evict_idle(self, class_index: int, count: int) -> int:
+        """Evicts at least `count` idle blocks that are not held (a sliding run goes as one). Returns how many."""
+        usable = self._not_held if self.held_idle_counts[class_index] else None
+        victims = self.policies[class_index].victims(count, usable)
+        if isinstance(victims, list):
+            self._drop_idle_few(class_index, victims)
+        else:
+            self._drop_idle(class_index, victims)
+        return len(victims)
+
+    def idle_mask(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of the blocks are idle and not held: bool[len(ids)]."""
+        mask: npt.NDArray[np.bool_] = self._life[ids] & (STATE | HELD) == IDLE
+        return mask
+
+    def _not_held(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        mask: npt.NDArray[np.bool_] = self._life[ids] & HELD == 0
+        return mask
+
+    def _drop_idle(self, class_index: int, ids: Ids) -> None:
+        """Evicts idle, unheld blocks of one class that their policy has given up already: names go, slots are FREE."""
+        if not len(ids):
+            return
+        hashes = self.hashes[ids].tolist()
+        computed = self.computed[ids]
+        group, form = divmod(class_index, 2)
+        if self.on_evict is not None:
+            self.on_evict(group, ids.tolist(), hashes, (computed != 0).tolist(), form)
+        index = self.indexes[group]
+        exact_count = int(np.count_nonzero(computed)) if form == FULL else 0
+        if exact_count == len(ids):
+            deque(map(index.exact.__delitem__, hashes), maxlen=0)
+        elif not exact_count:
+            deque(map(index.lossy.__delitem__, hashes), maxlen=0)
+        else:
+            for block_hash, exact in zip(hashes, computed.tolist(), strict=True):
+                del (index.exact if exact else index.lossy)[block_hash]
+        self.hashes[ids] = None
+        self.computed[ids] = 0
+        self._life[ids] = FREE
+        self._free[class_index].push(ids)
+        self.ledger.frees[class_index] += len(ids)
+        self.idle_counts[class_index] -= len(ids)
+        self.evicted_count += len(ids)
+
+    def _drop_idle_few(self, class_index: int, ids: list[int]) -> None:
+        """`_drop_idle` for a small batch in plain Python."""
+        hashes, computed, words = self.hashes, self.computed_view, self._words
+        if self.on_evict is not None:
+            named = [hashes[block_id] for block_id in ids]
+            exactly = [bool(computed[block_id]) for block_id in ids]
+            self.on_evict(class_index >> 1, list(ids), named, exactly, class_index & 1)
+        index = self.indexes[class_index >> 1]
+        exact, lossy = (index.lossy if class_index & 1 else index.exact), index.lossy
+        free = self._free[class_index]
+        view, count = free.view, free.count
+        for block_id in ids:
+            if computed[block_id]:
+                del exact[hashes[block_id]]
+                computed[block_id] = 0
+            else:
+                del lossy[hashes[block_id]]
+            hashes[block_id] = None
+            words[block_id] = FREE
+            view[count] = block_id
+            count += 1
+        free.count = count
+        self.ledger.frees[class_index] += len(ids)
+        self.idle_counts[class_index] -= len(ids)
+        self.evicted_count += len(ids)

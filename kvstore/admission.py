@@ -1,0 +1,190 @@
+"""Bringing a prompt in: find the longest hit, take references, allocate, and fetch what lies lower.
+
+Called by `KVStore` under its lock. Admission is all or nothing: when anything is refused, no reference, block,
+lease or transfer is left behind.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from allocator import FULL, CapacityError, GroupKind
+from kvstore.sequence import Hit, PendingCopy, Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Items
+
+    from allocator import BlockPool, KVGeometry
+    from kvstore.costs import CostModel
+    from kvstore.mover import Mover
+    from kvstore.residency import GroupPlan, HitPlan, Residency
+
+
+class Admitter:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool: BlockPool,
+        residency: Residency,
+        mover: Mover,
+        costs: CostModel,
+    ) -> None:
+        self._geometry = geometry
+        self._pool = pool
+        self._residency = residency
+        self._mover = mover
+        self._costs = costs
+
+    def usable_hashes(self, hashes: Items[bytes], token_count: int, private_from: int | None) -> Items[bytes]:
+        """Hashes of the blocks a prompt may reuse: at least one token stays to be computed."""
+        last = token_count - 1 if private_from is None else min(token_count - 1, private_from)
+        limit = last // self._geometry.block_tokens
+        return hashes if len(hashes) <= limit else hashes[:limit]
+
+    def find(self, root: bytes, hashes: Items[bytes], exact: bool) -> HitPlan:
+        """The longest hit worth having: copies that are slower to load than to recompute are left out."""
+        plan = self._residency.plan(root, hashes, exact)
+        if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
+            plan = self._residency.cut(plan, root, hashes, exact, plan.device_blocks)
+        return plan
+
+    def _worth_loading(self, plan: HitPlan) -> bool:
+        copies = [copy for group in plan.groups for copy in group.copies.values()]
+        tokens = (plan.blocks - plan.device_blocks) * self._geometry.block_tokens
+        byte_counts: dict[str, int] = {}
+        for copy in copies:
+            size = self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
+            byte_counts[copy.tier.name] = byte_counts.get(copy.tier.name, 0) + size
+        return self._costs.should_load(byte_counts, tokens)
+
+    def hit(self, plan: HitPlan) -> Hit:
+        block_tokens = self._geometry.block_tokens
+        return Hit(
+            tokens=plan.blocks * block_tokens,
+            device_tokens=plan.device_blocks * block_tokens,
+            by_tier=self._tokens_by_tier(plan),
+            reason=plan.reason,
+            needed_tokens=block_tokens + 1,
+        )
+
+    def _tokens_by_tier(self, plan: HitPlan) -> dict[str, int]:
+        """Tokens by the tier they come from, each position counted once: by the lowest tier any group needs."""
+        tiers: dict[int, str] = {}
+        for group in plan.groups:
+            for position, copy in group.copies.items():
+                tiers.setdefault(position, copy.tier.name)
+        counts: dict[str, int] = {}
+        ready = plan.blocks - len(tiers)
+        if ready:
+            counts["device"] = ready * self._geometry.block_tokens
+        for name in tiers.values():
+            counts[name] = counts.get(name, 0) + self._geometry.block_tokens
+        return counts
+
+    # -- admit --------------------------------------------------------------------------------------------------
+
+    def build_tables(self, sequence: Sequence, plan: HitPlan, needed_tokens: int) -> None:
+        """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
+
+        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit.
+        """
+        pool = self._pool
+        shared: list[list[int]] = []
+        fetched: list[list[int]] = []
+        try:
+            for group_plan in plan.groups:
+                present = [block_id for block_id in group_plan.ids if block_id >= 0]
+                pool.share(present)
+                shared.append(present)
+            for group, group_plan in enumerate(plan.groups):
+                fetched.append([])
+                for form in sorted({copy.form for copy in group_plan.copies.values()}):
+                    count = sum(copy.form == form for copy in group_plan.copies.values())
+                    fetched[group] += pool.allocate(group, count, form).tolist()
+                self._require_room(group, plan, needed_tokens)
+        except CapacityError:
+            for ids in fetched:
+                pool.release(ids[::-1])
+            for ids in shared:
+                pool.release(ids[::-1])
+            raise
+        for group, group_plan in enumerate(plan.groups):
+            self._fill_table(sequence, group, group_plan, fetched[group])
+
+    def _require_room(self, group: int, plan: HitPlan, needed_tokens: int) -> None:
+        block_tokens = self._geometry.block_tokens
+        kv_group = self._geometry.groups[group]
+        if kv_group.kind is GroupKind.SLIDING and kv_group.window_tokens is not None:
+            needed_tokens = min(needed_tokens, kv_group.window_tokens + block_tokens)
+        needed = -(-needed_tokens // block_tokens)
+        available = self._pool.available(group, FULL)
+        if needed > available:
+            raise CapacityError(needed, available, f"more blocks of group {kv_group.name!r} to admit the prompt")
+
+    def _fill_table(self, sequence: Sequence, group: int, plan: GroupPlan, fresh: list[int]) -> None:
+        table = sequence.tables[group]
+        forms = sorted({copy.form for copy in plan.copies.values()})
+        queues = {}
+        taken = 0
+        for form in forms:
+            count = sum(copy.form == form for copy in plan.copies.values())
+            queues[form] = iter(fresh[taken : taken + count])
+            taken += count
+        ids = list(plan.ids)
+        for position, copy in sorted(plan.copies.items()):
+            block_id = next(queues[copy.form])
+            ids[position - plan.first] = block_id
+            sequence.pending.append(
+                PendingCopy(group, position, block_id, copy.key.hash, copy.key, copy.form, copy.tier.name)
+            )
+        table.append([-1] * plan.first + ids)
+        table.advance((plan.first + len(ids)) * self._geometry.block_tokens)
+        if sequence.exact:
+            self._pool.hold_exact(ids)
+
+    def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None], now: float) -> None:
+        """Submit the sequence's pending copies, one transfer per tier."""
+        if not sequence.pending:
+            return
+        sequence.state = SequenceState.LOADING
+        tiers = {copy.tier.name: copy.tier for group in plan.groups for copy in group.copies.values()}
+
+        def done() -> None:
+            if all(copy.outcome is not None for copy in sequence.pending):
+                on_done(sequence)
+
+        ordered = sorted(sequence.pending, key=lambda copy: copy.tier)
+        for name, copies in groupby(ordered, key=lambda copy: copy.tier):
+            self._mover.start_fetch(tiers[name], list(copies), done, now)
+
+    # -- after the fetch ----------------------------------------------------------------------------------------
+
+    def settle(self, sequence: Sequence) -> int:
+        """Adopt what arrived and cut the tables at the first block that did not. Returns the ready blocks.
+
+        A copy that is missing, late, torn or foreign is a miss: it and all after it are computed again.
+        """
+        missing = {(copy.group, copy.position) for copy in sequence.pending if not copy.outcome}
+        blocks = sequence.written // self._geometry.block_tokens
+        while blocks and not all(
+            self._covers(sequence, group, blocks, missing) for group in range(len(sequence.tables))
+        ):
+            blocks -= 1
+        for copy in sequence.pending:
+            if copy.outcome and copy.position < blocks:
+                kept = self._pool.adopt(copy.block_id, copy.block_hash, copy.key.exact, copy.form)
+                if kept != copy.block_id:
+                    sequence.tables[copy.group].replace(copy.position, kept)
+        sequence.pending = []
+        sequence.state = SequenceState.RUNNING
+        return blocks
+
+    def _covers(self, sequence: Sequence, group: int, blocks: int, missing: set[tuple[int, int]]) -> bool:
+        """True when the group has every block that a token after `blocks` blocks may attend to."""
+        first = 0
+        if self._geometry.groups[group].kind is GroupKind.SLIDING:
+            first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
+        ids = sequence.tables[group].ids()
+        return all(ids[position] >= 0 and (group, position) not in missing for position in range(first, blocks))

@@ -1,0 +1,229 @@
+"""How a sequence grows and shrinks: room, commit, seal, window drop, rollback. Runs under the store's lock.
+
+A block is named (sealed) as *exact* only when every token in it was computed while nothing before it was read lossy.
+`lossy_from` of a sequence is the first position computed after such a read; it is set when a lossy block is shared
+at admission and when a commit finds a cold block in the sequence's own tables. The check at commit is on the safe
+side: cooling that happened between the forward pass and the commit marks tokens lossy that were exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    import numpy.typing as npt
+
+    from allocator import BlockPool, BlockTable, KVGeometry
+    from kvstore.device_blocks import BlockBytes
+    from kvstore.mover import Mover
+    from kvstore.sequence import Sequence
+    from kvstore.upkeep import Upkeep
+
+
+def has_cold(entries: npt.NDArray[np.int64]) -> bool:
+    """Whether any of a table's entries (slot << 1 | form, -1 where dropped) is an INT4 block."""
+    return bool(((entries & 1 == COLD) & (entries >= 0)).any())
+
+
+class Growth:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool: BlockPool,
+        device: BlockBytes,
+        mover: Mover,
+        upkeep: Upkeep,
+    ) -> None:
+        self.computed_tokens = 0  # since the last step, which hands them to the metrics
+        self._pool = pool
+        self._device = device
+        self._mover = mover
+        self._upkeep = upkeep
+        self._block_tokens = geometry.block_tokens
+        self._windows = [group.window_tokens for group in geometry.groups]
+        self._one_group = len(geometry.groups) == 1
+        self._windowed = any(window is not None for window in self._windows)
+
+    # -- grow ---------------------------------------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, token_count: int) -> None:
+        """Room for `token_count` more tokens in every group; on CapacityError nothing has changed."""
+        table = sequence.tables[0]
+        if self._one_group and table.advance_in_tail(token_count):
+            sequence.written += token_count
+            return
+        try:
+            for table in sequence.tables:
+                self._grow_table(sequence, table, token_count)
+        except CapacityError as error:
+            for grown in sequence.tables:
+                if grown.capacity_tokens > grown.token_count:
+                    self.drop_blocks_ahead(sequence, grown)
+            error.transient = self._mover.in_flight_blocks > 0
+            self._upkeep.note_shortage(table.group)
+            raise
+        for table in sequence.tables:
+            table.advance(token_count)
+        sequence.written += token_count
+
+    def _grow_table(self, sequence: Sequence, table: BlockTable, token_count: int) -> None:
+        if table.token_count % self._block_tokens:
+            self._make_tail_writable(sequence, table)
+        short = table.token_count + token_count - table.capacity_tokens
+        if short <= 0:
+            return
+        fresh = self._pool.allocate(table.group, -(-short // self._block_tokens), FULL)
+        table.append(fresh)
+        if short % self._block_tokens:
+            # attention masks the unwritten end of the last block, but a mask does not remove NaN
+            self._device.zero_tail(table.group, self._pool.slot_of(int(fresh[-1])), short % self._block_tokens)
+        if sequence.exact:
+            self._pool.hold_exact(fresh.tolist())
+
+    def _make_tail_writable(self, sequence: Sequence, table: BlockTable) -> None:
+        if not table.tail_is_shared():
+            return
+        if sequence.exact:
+            self._pool.drop_exact([table.id_at(table.token_count // self._block_tokens)])
+        copied = table.writable_tail()
+        if copied is None:
+            return
+        if copied.source_form == COLD:
+            raise IntegrityError(f"sequence {sequence.sequence_id!r} would write into INT4 block {copied.source_id}")
+        self._device.copy(table.group, FULL, copied.source_slot, copied.target_slot)
+        if sequence.exact:
+            self._pool.hold_exact([copied.target_id])
+
+    def drop_blocks_ahead(self, sequence: Sequence, table: BlockTable) -> None:
+        """Give back blocks that were appended but hold no token."""
+        if sequence.exact:
+            self._pool.drop_exact(table.ids()[-(-table.token_count // self._block_tokens) :])
+        table.truncate(table.token_count)
+
+    # -- commit -------------------------------------------------------------------------------------------------
+
+    def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        count = len(token_ids)
+        start = sequence.committed
+        if start + count > sequence.written:
+            raise self._beyond_written(sequence, count)
+        chain = sequence.chain
+        if chain.token_count == start:
+            chain.extend(token_ids)
+        elif start + count > chain.token_count or not chain.tokens_equal(start, token_ids):
+            chain.truncate(start)
+            chain.extend(token_ids)
+        self._committed(sequence, start + count)
+
+    def commit_prompt(self, sequence: Sequence, token_count: int) -> None:
+        known = sequence.chain.token_count - sequence.committed
+        if not 0 < token_count <= known:
+            raise UsageError(
+                f"commit_prompt of {token_count} tokens: sequence {sequence.sequence_id!r} was admitted with {known} "
+                f"tokens that are not committed; expected 1..{known}"
+            )
+        if sequence.committed + token_count > sequence.written:
+            raise self._beyond_written(sequence, token_count)
+        self._committed(sequence, sequence.committed + token_count)
+
+    def _beyond_written(self, sequence: Sequence, count: int) -> UsageError:
+        return UsageError(
+            f"commit of {count} tokens to sequence {sequence.sequence_id!r} passes what was written: "
+            f"{sequence.committed} committed, {sequence.written} written; call grow first"
+        )
+
+    def _committed(self, sequence: Sequence, committed: int) -> None:
+        if sequence.lossy_from is None and sequence.cold_generation != self._upkeep.cool_generation:
+            self._note_cold_reads(sequence)
+        self.computed_tokens += committed - sequence.committed
+        sequence.committed = committed
+        if committed // self._block_tokens > sequence.sealed_blocks:
+            self._seal(sequence)
+            if self._windowed:
+                self._drop_out_of_window(sequence)
+
+    def _note_cold_reads(self, sequence: Sequence) -> None:
+        """What is committed next was computed after any block of the sequence that is cold by now."""
+        sequence.cold_generation = self._upkeep.cool_generation
+        if any(has_cold(table.entries()) for table in sequence.tables):
+            sequence.lossy_from = sequence.committed
+
+    def _seal(self, sequence: Sequence) -> None:
+        first, last = sequence.sealed_blocks, sequence.committed // self._block_tokens
+        sequence.sealed_blocks = last
+        if sequence.private_from is not None:
+            last = min(last, sequence.private_from // self._block_tokens)
+        if not sequence.shared or first >= last:
+            return
+        exact_end = last
+        if sequence.lossy_from is not None:
+            exact_end = min(last, max(first, sequence.lossy_from // self._block_tokens))
+        for table in sequence.tables:
+            if first < exact_end:
+                self._seal_run(sequence, table, first, exact_end, True)
+            if exact_end < last:
+                self._seal_run(sequence, table, exact_end, last, False)
+        self._upkeep.enqueue_cool(sequence)
+
+    def _seal_run(self, sequence: Sequence, table: BlockTable, start: int, stop: int, exact: bool) -> None:
+        ids = table.ids()[start:stop]
+        if self._windows[table.group] is not None and (ids < 0).any():  # parts have left the window already
+            for position in (np.flatnonzero(ids >= 0) + start).tolist():
+                self._seal_run(sequence, table, position, position + 1, exact)
+            return
+        hashes = sequence.chain.hashes
+        canonical = self._pool.seal_many(ids, hashes[start:stop], exact)
+        for offset in np.flatnonzero(canonical != ids).tolist():
+            table.replace(start + offset, int(canonical[offset]))
+        if self._upkeep.names_blocks:
+            parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
+            self._upkeep.remember(canonical.tolist(), sequence.root, parents)
+
+    def _drop_out_of_window(self, sequence: Sequence) -> None:
+        """Give back blocks that no later token can attend to; one more is kept, so that a slightly shorter prompt
+        still finds the window before its end.
+        """
+        for table in sequence.tables:
+            if sequence.exact:
+                self._pool.drop_exact(table.window_surplus(sequence.committed))
+            table.drop_window(sequence.committed)
+
+    # -- rollback -----------------------------------------------------------------------------------------------
+
+    def rollback(self, sequence: Sequence, token_count: int) -> None:
+        if not 0 < token_count <= sequence.written:
+            raise UsageError(
+                f"rollback of {token_count} tokens: sequence {sequence.sequence_id!r} has {sequence.written} written; "
+                f"expected 1..{sequence.written}"
+            )
+        remaining = sequence.written - token_count
+        self.truncate(sequence, remaining)
+        sequence.written = remaining
+        if remaining < sequence.committed:
+            sequence.committed = remaining
+            sequence.chain.truncate(remaining)
+            sequence.sealed_blocks = min(sequence.sealed_blocks, remaining // self._block_tokens)
+            sequence.cool_cursor = min(sequence.cool_cursor, max(1, sequence.sealed_blocks))
+            if sequence.lossy_from is not None and sequence.lossy_from > remaining:
+                sequence.lossy_from = remaining  # what is computed next still follows whatever was lossy
+
+    def truncate(self, sequence: Sequence, token_count: int) -> None:
+        """Cut every table to `token_count` tokens, or raise CannotRollback with nothing changed."""
+        cut = token_count % self._block_tokens
+        for table in sequence.tables:
+            table.check_truncate(token_count)
+            if cut and self._pool.form_of(table.id_at(token_count // self._block_tokens)) == COLD:
+                raise CannotRollback(
+                    f"sequence {sequence.sequence_id!r} cannot be cut to {token_count} tokens: that is inside an INT4 "
+                    f"block, which is never written to; cut to a multiple of {self._block_tokens} or compute it again"
+                )
+        for table in sequence.tables:
+            if sequence.exact:
+                self._pool.drop_exact(table.ids()[-(-token_count // self._block_tokens) :])
+            table.truncate(token_count)

@@ -1,0 +1,300 @@
+"""Movement of blocks: cool, spill and fetch, in bounded queues.
+
+Decisions are made by `KVStore` under its lock; this file turns them into fenced transfers and brings the outcomes
+back. Nothing here waits and nothing here takes a lock: `start_*` enqueue, the executor copies or encodes without
+any lock, and `drain` (called by `KVStore.step`, under the store's lock) applies what has finished.
+
+Invariant: a block whose bytes a transfer reads or writes is in flight in the pool from before the transfer is
+submitted until `drain` has seen its completion. The pool hands out and evicts no block in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from allocator import FULL
+from kvstore.tier import ResultCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from allocator import BlockPool
+    from kvstore.costs import CostModel
+    from kvstore.device_blocks import BlockBytes
+    from kvstore.metrics import StoreMetrics
+    from kvstore.sequence import PendingCopy
+    from kvstore.tier import CopyKey, Executor, Tier, Transfer
+
+
+_COOL_QUEUE_BLOCKS = 1 << 16
+
+
+@dataclass(slots=True)
+class _CoolJob:
+    group: int
+    block_ids: list[int]
+    target_ids: list[int]
+    cause: str
+    accepted: list[bool] | None = None
+    failure: BaseException | None = None
+
+
+@dataclass(slots=True)
+class _SpillJob:
+    tier: Tier
+    block_ids: list[int]
+    payload_bytes: int
+
+
+@dataclass(slots=True)
+class _FetchJob:
+    tier: Tier
+    copies: list[PendingCopy]
+    buffers: list[memoryview]
+    on_done: Callable[[], None]
+    started_seconds: float
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class Drained:
+    """What one `drain` brought back, in blocks."""
+
+    cooled: int = 0
+    spilled: int = 0
+    fetched: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Spillable:
+    block_id: int
+    key: CopyKey
+    parent: bytes | None
+
+
+class Mover:
+    def __init__(
+        self,
+        pool: BlockPool,
+        device: BlockBytes,
+        executor: Executor,
+        metrics: StoreMetrics,
+        costs: CostModel,
+        *,
+        spill_inflight_limit: int,
+        waker: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._device = device
+        self._executor = executor
+        self._metrics = metrics
+        self._costs = costs
+        self._spill_inflight_limit = spill_inflight_limit
+        self._waker = waker
+        self._spills: dict[Transfer, _SpillJob] = {}
+        self._fetches: dict[Transfer, _FetchJob] = {}
+        self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
+        self._cooling = 0
+        self._spilling_blocks = 0
+        self._cool_queue: deque[tuple[int, bytes]] = deque(maxlen=_COOL_QUEUE_BLOCKS)
+
+    @property
+    def in_flight_blocks(self) -> int:
+        """Blocks whose transfer has not been drained; memory may come free once it is."""
+        fetching = sum(len(job.copies) for job in self._fetches.values())
+        return self._cooling + self._spilling_blocks + fetching
+
+    @property
+    def cool_queue_blocks(self) -> int:
+        return len(self._cool_queue)
+
+    # -- cool ---------------------------------------------------------------------------------------------------
+
+    def enqueue_cool(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Remember blocks (id, hash) that may cool. When the queue is full the oldest is forgotten and stays raw."""
+        queue = self._cool_queue
+        overflow = len(queue) + len(blocks) - (queue.maxlen or 0)
+        if overflow > 0:
+            self._metrics.kept_raw("queue_full", overflow)
+        queue.extend(blocks)
+
+    def start_cool(self, limit: int) -> int:
+        """Begin encoding at most `limit` queued blocks. Entries that no longer hold their block are skipped."""
+        pool = self._pool
+        begun: list[tuple[int, int]] = []
+        while self._cool_queue and len(begun) < limit:
+            block_id, block_hash = self._cool_queue.popleft()
+            if pool.hash_of(block_id) != block_hash or pool.form_of(block_id) != FULL:
+                continue
+            target = pool.begin_cool(block_id)
+            if target is not None:
+                begun.append((block_id, target))
+            elif not (pool.in_flight(block_id) or pool.is_pinned(block_id) or pool.exact_holders[block_id]):
+                self._cool_queue.appendleft((block_id, block_hash))  # no INT4 slot to be had yet: a later step
+                break
+        self._submit_cool(begun, "age")
+        return len(begun)
+
+    def start_cool_idle(self, block_ids: Sequence[int]) -> int:
+        """Begin encoding idle blocks ahead of their time because memory is short. Counted apart."""
+        begun = [(one, target) for one in block_ids if (target := self._pool.begin_cool(one)) is not None]
+        self._submit_cool(begun, "pressure")
+        return len(begun)
+
+    def _submit_cool(self, begun: list[tuple[int, int]], cause: str) -> None:
+        by_group: dict[int, _CoolJob] = {}
+        for block_id, target in begun:
+            group = self._pool.group_of(block_id)
+            job = by_group.setdefault(group, _CoolJob(group, [], [], cause))
+            job.block_ids.append(block_id)
+            job.target_ids.append(target)
+        for job in by_group.values():
+            self._encode(job)
+
+    def _encode(self, job: _CoolJob) -> None:
+        full_slots = [self._pool.slot_of(block_id) for block_id in job.block_ids]
+        cold_slots = [self._pool.slot_of(block_id) for block_id in job.target_ids]
+        self._cooling += len(job.block_ids)
+
+        def encode() -> None:
+            try:
+                job.accepted = self._device.encode(job.group, full_slots, cold_slots)
+            except BaseException as error:  # carried to `drain`, which unfences the blocks before it raises
+                job.failure = error
+            self._cooled.put(job)
+            self._waker()
+
+        self._executor.submit(encode)
+
+    def _finish_cool(self, job: _CoolJob) -> int:
+        self._cooling -= len(job.block_ids)
+        accepted = job.accepted if job.accepted is not None else [False] * len(job.block_ids)
+        cooled = 0
+        for block_id, target, good in zip(job.block_ids, job.target_ids, accepted, strict=True):
+            if good:
+                cooled += self._pool.finish_cool(block_id, target)
+            else:
+                self._pool.cancel_cool(block_id, target)
+                self._metrics.kept_raw("error_bound" if job.failure is None else "encode_failed")
+        self._metrics.cooled(cooled, cause=job.cause)
+        if job.failure is not None:
+            raise job.failure
+        return cooled
+
+    # -- spill --------------------------------------------------------------------------------------------------
+
+    def start_spill(self, tier: Tier, blocks: Sequence[tuple[int, CopyKey, bytes | None]]) -> int:
+        """Copy blocks down to `tier`: (block id, key, hash of the parent block). Returns how many were submitted.
+
+        Past the in-flight limit the rest is dropped and counted: a slow tier never makes a step wait.
+        """
+        room = self._spill_inflight_limit - self._spilling_blocks
+        if room < len(blocks):
+            self._metrics.dropped("queue_full", len(blocks) - max(0, room), tier=tier.name)
+            blocks = blocks[: max(0, room)]
+        if not blocks:
+            return 0
+        pool = self._pool
+        items = []
+        total = 0
+        for block_id, key, parent in blocks:
+            buffer = self._device.read_buffer(pool.group_of(block_id), pool.form_of(block_id), pool.slot_of(block_id))
+            items.append((key, [buffer], parent))
+            total += buffer.nbytes
+        block_ids = [block_id for block_id, _, _ in blocks]
+        pool.begin_transfer(block_ids)
+        transfer = tier.submit_put(items)
+        self._spills[transfer] = _SpillJob(tier, block_ids, total)
+        self._spilling_blocks += len(block_ids)
+        return len(block_ids)
+
+    def _finish_spill(self, job: _SpillJob, results: Sequence[ResultCode]) -> int:
+        self._spilling_blocks -= len(job.block_ids)
+        self._pool.end_transfer(job.block_ids)
+        stored = 0
+        for result in results:
+            if result is ResultCode.OK:
+                stored += 1
+            else:
+                self._metrics.dropped(result.value, tier=job.tier.name)
+        self._metrics.spilled(job.tier.name, stored)
+        return stored
+
+    # -- fetch --------------------------------------------------------------------------------------------------
+
+    def start_fetch(self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[], None], now: float) -> None:
+        """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set."""
+        pool = self._pool
+        buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
+        pool.begin_transfer([copy.block_id for copy in copies])
+        items = [(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)]
+        transfer = tier.submit_get(items)
+        self._fetches[transfer] = _FetchJob(tier, copies, buffers, on_done, now)
+
+    def expire(self, now: float, deadline_seconds: float) -> int:
+        """Give up fetches older than the deadline: their blocks are a miss now, and fenced until the tier lets go."""
+        late = [job for job in self._fetches.items() if now - job[1].started_seconds > deadline_seconds]
+        expired = 0
+        for transfer, job in late:
+            if not job.abandoned:
+                job.abandoned = True
+                transfer.cancel()
+                for copy in job.copies:
+                    copy.outcome = False
+                expired += len(job.copies)
+                self._metrics.missed("deadline", len(job.copies), tier=job.tier.name)
+                job.on_done()
+        return expired
+
+    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode], now: float) -> int:
+        pool = self._pool
+        if job.abandoned:  # late: the blocks belong to nobody any more and leave with their transfer
+            pool.end_transfer([copy.block_id for copy in job.copies])
+            return 0
+        good = 0
+        for copy, buffer, result in zip(job.copies, job.buffers, results, strict=True):
+            copy.outcome = result is ResultCode.OK
+            if copy.outcome:
+                self._device.write_back(copy.group, copy.form, pool.slot_of(copy.block_id), buffer)
+                good += 1
+            else:
+                self._metrics.missed(result.value, tier=job.tier.name)
+        pool.end_transfer([copy.block_id for copy in job.copies])
+        self._metrics.fetched(job.tier.name, good)
+        if good == len(results):
+            loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
+            self._costs.observe_load(job.tier.name, loaded_bytes, now - job.started_seconds)
+        job.on_done()
+        return good
+
+    # -- outcomes -----------------------------------------------------------------------------------------------
+
+    def drain(self, tiers: Sequence[Tier], now: float) -> Drained:
+        """Apply everything that has finished. An unknown completion (cancelled, late) changes nothing."""
+        drained = Drained()
+        for tier in tiers:
+            for completion in tier.poll():
+                spill = self._spills.pop(completion.transfer, None)
+                if spill is not None:
+                    drained.spilled += self._finish_spill(spill, completion.results)
+                    continue
+                fetch = self._fetches.pop(completion.transfer, None)
+                if fetch is not None:
+                    drained.fetched += self._finish_fetch(fetch, completion.results, now)
+        failure: BaseException | None = None
+        while True:
+            try:
+                job = self._cooled.get_nowait()
+            except Empty:
+                break
+            try:
+                drained.cooled += self._finish_cool(job)
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return drained

@@ -1,0 +1,127 @@
+"""One growing token stream and the small results that the facade hands out about it.
+
+Owned by `KVStore`: every mutable field here is read and written under the store's lock only.
+The frozen classes are snapshots; they stay true after the lock is gone because nothing updates them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from allocator import BlockTable
+    from kvstore.identity import HashChain
+    from kvstore.tier import CopyKey
+
+
+class SequenceState(StrEnum):
+    LOADING = "loading"  # copies are on their way into its blocks; it must not compute yet
+    RUNNING = "running"
+
+
+class HitReason(StrEnum):
+    """Why a lookup found nothing, in the words of `docs/vocabulary.md`."""
+
+    BELOW_UNIT = "below_unit"  # the prompt is shorter than one block plus the token that must be computed
+    ABSENT = "absent"  # no copy of the first block anywhere
+    INEXACT = "inexact"  # only lossy copies, and the caller demands exactness
+    WINDOW = "window"  # a prefix is there, but not the window that covers its end
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a lookup found. Holds nothing: blocks may go before they are used, unless pinned.
+
+    tokens: length of the prefix that need not be computed, always at least one less than the prompt.
+    device_tokens: how much of it is ready without any movement.
+    by_tier: tokens by the tier they would come from ("device", or a tier's name).
+    reason: None when tokens > 0, else why not.
+    needed_tokens: the shortest prompt that could hit at all.
+    """
+
+    tokens: int
+    device_tokens: int
+    by_tier: Mapping[str, int]
+    reason: HitReason | None
+    needed_tokens: int
+
+    def explain(self) -> str:
+        if self.reason is None:
+            parts = ", ".join(f"{count} from {tier}" for tier, count in self.by_tier.items())
+            return f"{self.tokens} tokens reusable ({parts})"
+        if self.reason is HitReason.BELOW_UNIT:
+            return f"nothing reusable: a prompt needs at least {self.needed_tokens} tokens to share a whole block"
+        return f"nothing reusable: {self.reason.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """reused_tokens are ready on the device now; pending_tokens become ready once `fetch` says so."""
+
+    sequence_id: str
+    reused_tokens: int
+    pending_tokens: int
+    by_tier: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """done: nothing is in flight any more. ready_tokens: where computing starts once done."""
+
+    done: bool
+    ready_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A pin with an end: its blocks stay on the device until `unpin`, or until `expires_at`."""
+
+    lease_id: int
+    tokens: int
+    expires_at: float
+    blocks: tuple[tuple[int, ...], ...]  # block ids by group
+    active: bool = True
+
+
+@dataclass(slots=True)
+class PendingCopy:
+    """One block of a sequence that is being fetched from a lower tier into a device block."""
+
+    group: int
+    position: int  # index of the block in its table
+    block_id: int
+    block_hash: bytes
+    key: CopyKey
+    form: int
+    tier: str
+    outcome: bool | None = None  # None while in flight
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    sequence_id: str
+    chain: HashChain  # over the committed tokens, then the rest of the prompt
+    root: bytes
+    tables: list[BlockTable]
+    exact: bool
+    prompt_tokens: int
+    written: int = 0
+    committed: int = 0
+    sealed_blocks: int = 0
+    lossy_from: int | None = None  # first position that was computed while something before it was read lossy
+    cold_generation: int = -1  # the store's cooling count when this sequence last looked at its own blocks
+    prefill_done: bool = False
+    cool_cursor: int = 1  # first block that was not yet considered for cooling; block 0 never cools
+    shared: bool = True  # False after a reset: goes on computing, names nothing any more
+    state: SequenceState = SequenceState.RUNNING
+    reused_tokens: int = 0
+    pending: list[PendingCopy] = field(default_factory=list)
+    private_from: int | None = None  # first token position whose blocks must not be named
+
+    def is_exact_up_to(self, token_count: int) -> bool:
+        """True when every one of the first `token_count` tokens was computed from full precision only."""
+        return self.lossy_from is None or token_count <= self.lossy_from
