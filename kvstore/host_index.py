@@ -2,7 +2,7 @@
 
 A copy may go when it is not fenced (pinned, read, being written) and its block has no stored children or has another
 copy: leaves first. Among those, the least recently used of the wanted slot size goes; when all copies of another size
-in some extent are older still, that extent is emptied and changes size instead.
+in some extent are older still, that extent is emptied and changes size instead (looked at now and then).
 
 Pure bookkeeping, no bytes. Used by HostTier only, under its lock.
 """
@@ -17,6 +17,8 @@ from typing import TypeAlias
 from allocator.errors import IntegrityError
 from kvstore.copy_key import CopyKey
 from kvstore.host_extents import Extent, HostExtents, aligned
+
+_EXTENTS_A_LOOK = 32  # a look at all extents that found nothing colder is not repeated for this share of evictions
 
 _BlockName: TypeAlias = tuple[bytes, int, bytes]  # root, group, hash: a block, whatever form its copies have
 
@@ -39,6 +41,7 @@ class HostEntry:
     __slots__ = (
         "block",
         "extents",
+        "family",
         "is_linked",
         "is_queued",
         "key",
@@ -53,6 +56,7 @@ class HostEntry:
 
     def __init__(self, key: CopyKey, parent: bytes | None, size_bytes: int, place: tuple[int, list[Extent]]) -> None:
         self.key = key
+        self.family = key.family
         self.parent = None if parent == key.root else parent
         self.size_bytes = size_bytes
         self.slot_bytes = aligned(size_bytes)
@@ -83,12 +87,18 @@ class HostIndex:
         self._blocks: dict[_BlockName, _Block] = {}
         self._candidates: dict[int, list[tuple[int, int, HostEntry]]] = {}
         self._tick = 0
+        self._evictions_until_look = 0
 
     # lookup and recency ----------------------------------------------------------------------------------------------
 
     def find(self, key: CopyKey) -> HostEntry | None:
         family = self.families.get(key.family)
         return None if family is None else family.get(key.hash)
+
+    def twin(self, entry: HostEntry) -> HostEntry | None:
+        """What is found under an entry's key: itself, another, or nothing."""
+        family = self.families.get(entry.family)
+        return None if family is None else family.get(entry.key.hash)
 
     def touch(self, entry: HostEntry) -> None:
         self._tick += 1
@@ -119,7 +129,10 @@ class HostIndex:
         """The bytes are there: the copy can be found from now on."""
         entry.reader_count -= 1
         entry.is_linked = True
-        self.families.setdefault(entry.key.family, {})[entry.key.hash] = entry
+        family = self.families.get(entry.family)
+        if family is None:
+            family = self.families[entry.family] = {}
+        family[entry.key.hash] = entry
         self.copy_count += 1
         self.touch(entry)
         block = entry.block = self._block(entry.key, entry.key.hash)
@@ -143,10 +156,10 @@ class HostIndex:
 
     def unlink(self, entry: HostEntry) -> None:
         """No longer found. The slot is free at once, or when its last reader is done."""
-        family = self.families[entry.key.family]
+        family = self.families[entry.family]
         del family[entry.key.hash]
         if not family:
-            del self.families[entry.key.family]
+            del self.families[entry.family]
         entry.is_linked = False
         entry.pin_count = 0
         self.copy_count -= 1
@@ -229,7 +242,11 @@ class HostIndex:
 
     def _make_room(self, slot_bytes: int) -> bool:
         victim = self._oldest(slot_bytes)
-        colder = self._room.coldest_run(slot_bytes, None if victim is None else victim.tick)
+        self._evictions_until_look -= 1
+        colder = None
+        if victim is None or self._evictions_until_look <= 0:
+            colder = self._room.coldest_run(slot_bytes, None if victim is None else victim.tick)
+            self._evictions_until_look = len(self._room.extents) // _EXTENTS_A_LOOK if colder is None else 0
         if colder is not None:
             self.counts["extents_emptied"] += len(colder)
             for extent in colder:

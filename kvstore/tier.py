@@ -449,8 +449,8 @@ class QueuedTier(Tier):
             transfer.stage = _Stage.DONE
             self._open.pop(transfer.id, None)
             self._queued_items -= len(transfer.keys)
-            for code in results:
-                self._counts[f"{transfer.kind}_{code}"] += 1
+            for code in set(results):
+                self._counts[f"{transfer.kind}_{code}"] += results.count(code)
             self._completions.append(Completion(transfer, tuple(results)))
         waker = self._waker
         if waker is not None:
