@@ -72,6 +72,14 @@ class HostEntry:
     def is_fenced(self) -> bool:
         return self.reader_count > 0 or self.pin_count > 0
 
+    @property
+    def may_go(self) -> bool:
+        """Found, not fenced, and no stored block would lose its only parent."""
+        if self.reader_count or self.pin_count or not self.is_linked:
+            return False
+        block = self.block
+        return block is not None and (not block.child_copies or len(block.copies) > 1)
+
 
 class HostIndex:
     """See the module."""
@@ -147,7 +155,8 @@ class HostIndex:
             block.parent.child_copies.add(entry)
             self.orphan_count += 0 if block.parent.copies else 1
         for copy in block.copies:
-            self.requeue(copy)
+            if not copy.is_queued:
+                self.requeue(copy)
 
     def abandon(self, entry: HostEntry) -> None:
         """The write did not succeed, or came too late: give the slot back."""
@@ -173,8 +182,9 @@ class HostIndex:
         if parent is not None:
             parent.child_copies.remove(entry)
             self.orphan_count -= 0 if parent.copies else 1
-            for copy in parent.copies:
-                self.requeue(copy)
+            if not parent.child_copies or len(parent.copies) > 1:
+                for copy in parent.copies:
+                    self.requeue(copy)
         for one in (block, parent):
             if one is not None and not one.copies and not one.child_copies:
                 self._blocks.pop(one.name, None)
@@ -211,7 +221,7 @@ class HostIndex:
 
     def requeue(self, entry: HostEntry) -> None:
         """Make an entry a candidate, if it may go. Every copy that may go is in the heap of its size."""
-        if entry.is_queued or not self._may_go(entry):
+        if entry.is_queued or not entry.may_go:
             return
         entry.is_queued = True
         heap = self._candidates.setdefault(entry.slot_bytes, [])
@@ -220,18 +230,12 @@ class HostIndex:
             heap[:] = [item for item in heap if item[2].is_linked]
             heapq.heapify(heap)
 
-    def _may_go(self, entry: HostEntry) -> bool:
-        block = entry.block
-        if block is None or not entry.is_linked or entry.is_fenced:
-            return False
-        return not block.child_copies or len(block.copies) > 1
-
     def _oldest(self, slot_bytes: int) -> HostEntry | None:
         """The least recently used copy of a size that may go; it stays queued."""
         heap = self._candidates.get(slot_bytes, [])
         while heap:
             tick, _, entry = heap[0]
-            if not self._may_go(entry):
+            if not entry.may_go:
                 heapq.heappop(heap)
                 entry.is_queued = False
             elif tick != entry.tick:
@@ -289,7 +293,7 @@ class HostIndex:
             ("used bytes are the held slots", sum(entry.slot_bytes for entry in held) == self.used_bytes),
             ("orphans are counted", orphans == self.orphan_count),
             ("parents know their children", children == with_parent),
-            ("what may go is a candidate", all(id(entry) in queued for entry in linked if self._may_go(entry))),
+            ("what may go is a candidate", all(id(entry) in queued for entry in linked if entry.may_go)),
             ("counts are not negative", all(entry.reader_count >= 0 and entry.pin_count >= 0 for entry in held)),
             ("blocks are kept for a reason", all(block.copies or block.child_copies for block in blocks)),
         )
