@@ -241,9 +241,9 @@ class Tier(ABC):
         if keys:
             raise UsageError(f"tier {self.name}: unpin of {len(keys)} keys; this tier pins nothing")
 
+    @abstractmethod
     def set_waker(self, waker: Callable[[], None] | None) -> None:
         """A call made, on any thread, whenever a Completion has been queued."""
-        raise NotImplementedError
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by cause."""
