@@ -81,8 +81,8 @@ def _model_rows(short_name: str, model: Any, tokenizer: Any, options: Options) -
     kept, blocks = plain[OURS].tally.raw_blocks, plain[OURS].tally.blocks
     note = (
         f"{short_name}: {count} windows of {length} tokens of the Python documentation and standard library "
-        f"(digest {texts.digest(windows)}); newest 128 tokens in bf16, ours with the first block in bf16 too; blocks read "
-        f"as in place, in float32; rivals emulated from their published formats; {kept} of {blocks} blocks kept raw by "
+        f"(digest {texts.digest(windows)}); newest 128 tokens in bf16, ours with the first block in bf16 too; blocks "
+        f"read as in place, in float32; rivals emulated from their published formats; {kept} of {blocks} blocks kept raw by "
         f"the error bound ({stressed[OURS].tally.raw_blocks} under stress)."
     )
     yield from _figures(short_name, plain, count, note)
