@@ -67,6 +67,10 @@ class EvictionPolicy(ABC):
         """`idle` for one block."""
         self.idle([block_id], tick)
 
+    def victim_one(self) -> int:
+        """`victims(1)` when that is one block and all are usable; -1 when the batch form has to be asked."""
+        return -1
+
 
 class LRU(EvictionPolicy):
     """Least recently released first. Since tables release tail first, that is leaves first.
@@ -140,6 +144,23 @@ class LRU(EvictionPolicy):
 
     def forget(self, ids: Ids | list[int]) -> None:
         self.busy(ids)
+
+    def victim_one(self) -> int:
+        segments, stamps = self._segments, self._stamps
+        if self._late:
+            return -1
+        while segments:
+            tick, block_id, _ = segments[0]
+            if type(block_id) is not int:
+                few = [] if segments[0][2] else self._victims_few(1)
+                return few[0] if few else -1
+            segments.popleft()
+            self._entries -= 1
+            if stamps[block_id] == tick:
+                stamps[block_id] = 0
+                self._count -= 1
+                return block_id
+        return -1
 
     def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
         if count <= _SMALL and usable is None and not self._late:
