@@ -53,9 +53,7 @@ def half_steps(dim: int) -> Rows:
     return [[f32(plain_int4.sign(d) * rotated[d]) for d in range(dim)] for _ in range(16)]
 
 
-def row(
-    name: str, keys: Rows, values: Rows | None, kb: int = 4, vb: int = 4, bound: float = 0.15
-) -> dict[str, Any]:
+def row(name: str, keys: Rows, values: Rows | None, kb: int = 4, vb: int = 4, bound: float = 0.15) -> dict[str, Any]:
     dims = len(keys[0]), len(values[0]) if values else 0
     record = plain_int4.encode(keys, values, kb, vb, bound)
     parts = [pack(keys), pack(values or [])]
@@ -77,7 +75,15 @@ def row(
 def special(dim: int = 16) -> list[dict[str, Any]]:
     ones = filled(1.0, dim)
     random_rows = normal(5, dim, bfloat=False)
-    constants = {"tenth": 0.1, "millionth": 1e-6, "60000": 6e4, "minus-one": -1.0, "1e-30": 1e-30, "3": 3.0, "-2e33": -2e33}
+    constants = {
+        "tenth": 0.1,
+        "millionth": 1e-6,
+        "60000": 6e4,
+        "minus-one": -1.0,
+        "1e-30": 1e-30,
+        "3": 3.0,
+        "-2e33": -2e33,
+    }
     rows = [row(f"constant {name}", filled(x, dim), filled(x, dim)) for name, x in constants.items()]
     rows += [
         row("all zero", filled(0.0, dim), filled(0.0, dim)),
@@ -88,7 +94,9 @@ def special(dim: int = 16) -> list[dict[str, Any]]:
         row("subnormal values", ones, [[f32((t * dim + d) * 2.0**-140) for d in range(dim)] for t in range(16)]),
         row("wide range of channels", [[f32(x * 10.0 ** (d - 8)) for d, x in enumerate(r)] for r in random_rows], ones),
         row("wide range of tokens", ones, [[f32(x * 10.0 ** (t - 8)) for x in r] for t, r in enumerate(random_rows)]),
-        row("just below the limit", changed(random_rows, 0, 0, 2.0**111 * 1.99), changed(random_rows, 1, 1, -(2.0**111))),
+        row(
+            "just below the limit", changed(random_rows, 0, 0, 2.0**111 * 1.99), changed(random_rows, 1, 1, -(2.0**111))
+        ),
         row("at the limit", changed(random_rows, 0, 0, 2.0**112), random_rows),
         row("3e38", filled(3e38, dim), ones),
         row("nan in keys", changed(random_rows, 4, 4, math.nan), random_rows),
@@ -106,7 +114,9 @@ def main() -> None:
     files = {"special": special()}
     for kb in (4, 5):
         for vb in (4, 3):
-            files[f"bits-k{kb}-v{vb}"] = [row("random, float32", normal(1, 24, 50.0, False), normal(2, 16, 1, False), kb, vb)]
+            files[f"bits-k{kb}-v{vb}"] = [
+                row("random, float32", normal(1, 24, 50.0, False), normal(2, 16, 1, False), kb, vb)
+            ]
     for dim in (8, 64, 80, 96, 128, 192, 256, 512):
         files[f"dim-{dim}"] = [row("random with an outlier channel", normal(dim, dim, 50.0), normal(dim + 1, dim))]
     files["dim-192-128"] = [row("keys wider than values", normal(3, 192), normal(4, 128))]

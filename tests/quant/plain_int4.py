@@ -156,14 +156,15 @@ def encode_values(x: Rows, bits: int, bound: float) -> tuple[Scales, list[int], 
     low = [f32(min(*y, 0.0) * w) for y in rotated]
     high = [f32(max(*y, 0.0) * w) for y in rotated]
     scales = make_scales([f32(f32(high[t] - low[t]) * STEP[top]) for t in range(16)])
-    zeros, tally, codes = [0] * 16, Tally(), []
+    zeros, tally = [0] * 16, Tally()
+    codes: Rows = []
     for t in range(16):
         zeros[t] = z = clamp(rint(f32(-low[t] * scales.inverse(t))), 0, top)
         factor = f32(scales.inverse(t) * w)
         vs = [f32(f32(y * factor) + z) for y in rotated[t]]
         codes.append([clamp(rint(v), 0, top) for v in vs])
         for v, q in zip(vs, codes[t], strict=True):
-            tally.add(scales.codes[t], v, q, z)
+            tally.add(scales.codes[t], v, int(q), z)
     return scales, zeros, codes, tally.accepts(bound if bits == 4 else bound * 15.0 / 7.0)
 
 
