@@ -72,6 +72,9 @@ class Kit:
         outcome = self.loop.step()
         self.outcomes.append(outcome)
         self.store.check_invariants()
+        for stream in self.loop._scheduler.running:
+            written = self.store.written_tokens(stream.sequence_id)
+            assert written == self.store.committed_tokens(stream.sequence_id) == stream.computed, stream.sequence_id
         if outcome.idle:
             self.store.wait(0.05)
         return outcome
