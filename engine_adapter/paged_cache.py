@@ -157,16 +157,18 @@ class PagedCache:
         keys = torch.zeros((*shape, rows.key_dim), dtype=self.dtype, device=self.device)
         values = torch.zeros((*shape, rows.value_dim), dtype=self.dtype, device=self.device)
         for form in (0, 1):
-            at = np.flatnonzero((flat >= 0) & (flat & 1 == form))
-            if not len(at):
+            found = np.flatnonzero((flat >= 0) & (flat & 1 == form))
+            if not len(found):
                 continue
-            slots = self.tensor(flat[at] >> 1)
+            slots = self.tensor(flat[found] >> 1)
             if form == 0:
-                found_keys, found_values = self.read_full(layer, self.full_index(group, slots[:, None]), (len(at), 1))
+                found_keys, found_values = self.read_full(
+                    layer, self.full_index(group, slots[:, None]), (len(found), 1)
+                )
             else:
                 found_keys, decoded = self.read_cold(layer, slots, self.dtype)
                 found_values = found_keys[..., :0] if decoded is None else decoded
-            sequence, block = self.tensor(at // longest), self.tensor(at % longest)
+            sequence, block = self.tensor(found // longest), self.tensor(found % longest)
             keys[sequence, :, block] = found_keys
             values[sequence, :, block] = found_values
         return keys.flatten(2, 3), values.flatten(2, 3)
@@ -270,7 +272,9 @@ class _GroupRows:
         shape = (len(slots), 1, self.kv_heads, self.block_tokens)
         keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=payload.device)
         values = torch.empty((*shape, self.value_dim), dtype=dtype, device=payload.device) if self.value_dim else None
-        codec.for_range(slice(position, position + 1), slice(0, self.kv_heads)).decode_into(payload, keys, values)
+        if hasattr(codec, "for_range"):  # bits may differ by layer
+            codec = codec.for_range(slice(position, position + 1), slice(0, self.kv_heads))
+        codec.decode_into(payload, keys, values)
         return keys[:, 0], None if values is None else values[:, 0]
 
     def read_records(self, position: int, slots: torch.Tensor) -> RecordParts:
@@ -292,7 +296,7 @@ class _GroupRows:
         return found[0][0] if len(found) == 1 else _join_heads(found, len(slots))
 
     def _payload(self, position: int, slots: torch.Tensor) -> torch.Tensor:
-        """A copy of one layer's records: uint8[blocks, bytes of the layer]. Moved as words: bytes are 5 times slower."""
+        """One layer's records, copied: uint8[blocks, bytes of the layer]. Moved as words: bytes take 5 times as long."""
         if self.cold_codec is None:
             raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
         if self.cold_words is None:

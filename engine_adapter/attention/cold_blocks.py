@@ -79,7 +79,7 @@ class FoldedBlocks:
         sequences, picked, kv_heads, runs, run_tokens, dim = codes.shape
         queries = query.shape[2]
         folded = query[:, None, :, None].float() * (scales * scaling)[..., None, :]
-        found = scores_of(folded.to(codes.dtype).view(-1, queries, dim), codes.view(-1, run_tokens, dim), 1.0).view(
+        found = scores_of(folded.to(codes.dtype).reshape(-1, queries, dim), codes.view(-1, run_tokens, dim), 1.0).view(
             sequences, picked, kv_heads, runs, queries, run_tokens
         )
         return found.permute(0, 2, 4, 1, 3, 5).reshape(sequences, kv_heads, queries, -1)

@@ -18,19 +18,21 @@ from allocator import ExtentLayout, KVGeometry, Slab
 from engine_adapter.attention import AttentionBackend
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.runner import HFRunner
-from quant import BlockShape, get_codec
+from quant import BlockCodec, BlockShape, get_codec
 
 torch.set_num_threads(1)
 
 
-def make_slab(geometry: KVGeometry, blocks: int, *, cold: bool = False) -> tuple[Slab, list[list[int]]]:
+def make_slab(
+    geometry: KVGeometry, blocks: int, *, cold: bool = False, codec: BlockCodec | None = None
+) -> tuple[Slab, list[list[int]]]:
     """A slab with room for `blocks` in each class, every byte 0xff (NaN), and the slot numbers of each class.
 
     Classes (2 * group + form) lie in extents of their own, as the pool would have it: slots never overlap.
     """
     groups = range(len(geometry.groups))
     full = tuple(geometry.full_slot_bytes(group) for group in groups)
-    codec = get_codec("int4")
+    codec = codec or get_codec("int4")
     shapes = [
         BlockShape(len(g.layers), g.kv_heads, geometry.block_tokens, g.key_dim, g.value_dim) for g in geometry.groups
     ]

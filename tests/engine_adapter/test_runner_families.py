@@ -67,13 +67,14 @@ def test_mixed_batch_of_prefill_verify_and_decode_equals_each_alone(family: str)
     model = tiny_model(family)
     prompts = {f"s{length}": PROMPT[:length] for length in (1, 15, 16, 17, 33, 60)}
     expected = {name: reference_logits(model, [*ids, 5, 7, 11, 13]) for name, ids in prompts.items()}
+    expected_fresh = reference_logits(model, PROMPT[:40])[-3:]
     paged = Paged(model)
     for name, ids in prompts.items():
         paged.step(paged.slice(name, ids, 0))
     fresh = paged.slice("fresh", PROMPT[:40], 3)
     parts = [paged.slice(name, [5] if at % 2 else [5, 7, 11, 13]) for at, name in enumerate(prompts)]
     found = paged.step(parts[0], fresh, *parts[1:])
-    wanted = [expected["s1"][len(prompts["s1"]) + 3][None], reference_logits(model, PROMPT[:40])[-3:]]
+    wanted = [expected["s1"][len(prompts["s1"]) + 3][None], expected_fresh]
     for at, (name, ids) in list(enumerate(prompts.items()))[1:]:
         wanted.append(expected[name][len(ids) + (0 if at % 2 else 3)][None])
     torch.testing.assert_close(found, torch.cat(wanted), rtol=0, atol=ROUNDING)
@@ -81,12 +82,13 @@ def test_mixed_batch_of_prefill_verify_and_decode_equals_each_alone(family: str)
 
 def test_rejected_draft_tokens_leave_no_trace(family: str) -> None:
     model = tiny_model(family)
+    expected = reference_logits(model, PROMPT[:64])[-4:]
     paged = Paged(model)
     paged.step(paged.slice("one", PROMPT[:60], 0))
     paged.step(paged.slice("one", [1, 2, 3, 4, 5], 5))  # drafts, all rejected
     paged.rewind("one", 60)
     found = paged.step(paged.slice("one", PROMPT[60:64], 4))
-    torch.testing.assert_close(found, reference_logits(model, PROMPT[:64])[-4:], rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
 
 
 class _Mistaken(TorchPagedAttention):
@@ -152,6 +154,7 @@ class _KeepsAll(Paged):
 
 def test_wrong_positions_show() -> None:
     model = tiny_model("llama")
+    expected = reference_logits(model, PROMPT[:48])[-1]
     paged = Paged(model)
     paged.step(paged.slice("one", PROMPT[:32], 0))
     part = paged.slice("one", PROMPT[32:48], 1)
@@ -163,12 +166,11 @@ def test_wrong_positions_show() -> None:
 
     paged.runner._flatten = restarted  # type: ignore[method-assign]
     found = paged.step(part)[-1]
-    assert (found - reference_logits(model, PROMPT[:48])[-1]).abs().max() > MISTAKE
+    assert (found - expected).abs().max() > MISTAKE
 
 
 def test_reversed_tables_are_refused_or_show() -> None:
-    model = tiny_model("mistral")
-    paged = Paged(model)
+    paged = _KeepsAll(tiny_model("mistral"))
     paged.step(paged.slice("one", PROMPT[:64], 0))
     part = paged.slice("one", PROMPT[64:70], 1)
     with pytest.raises(UsageError, match="slot mapping"):
