@@ -8,6 +8,7 @@ from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.request import FinishReason, Request, RequestResult
 from engine_adapter.sampling import draw, uniform_at
 from engine_adapter.testing import ScriptedDrafter, toy_generate
+from kvstore.testing import Faults
 from tests.engine_adapter.loop_kit import FAMILIES, VOCAB, Kit, KitMaker, prompt
 
 
@@ -65,7 +66,7 @@ def check(kit: Kit, request: Request, result: RequestResult) -> None:
         assert list(completion.token_ids) == expected, (request.request_id, completion.index)
 
 
-def run_random_mix(make_kit: KitMaker, seed: int) -> Kit:
+def run_random_mix(make_kit: KitMaker, seed: int, *, faults: Faults | None = None) -> Kit:
     """Everything at once, drawn from `seed`: family, block size, tight memory, drafts, forks, aborts, preemptions."""
     rng = random.Random(seed)
     family = FAMILIES[seed % len(FAMILIES)]
@@ -76,8 +77,10 @@ def run_random_mix(make_kit: KitMaker, seed: int) -> Kit:
         family,
         block_tokens,
         blocks=int(tightest * rng.choice([1.0, 1.5, 3.0])) + 10,
-        host_blocks=rng.choice([0, 8, 200]),
-        prefill_tokens_per_second=rng.choice([1e-3, 1e9]),
+        host_blocks=rng.choice([0, 8, 200]) if faults is None else 200,
+        prefill_tokens_per_second=rng.choice([1e-3, 1e9]) if faults is None else 1e-3,
+        faults=faults,
+        seed=seed,
         io_threads=rng.choice(["inline", "inline", "thread"]),
     )
     requests = random_requests(rng, longest, block_tokens)
