@@ -82,8 +82,8 @@ def _model_rows(short_name: str, model: Any, tokenizer: Any, options: Options) -
     note = (
         f"{short_name}: {count} windows of {length} tokens of the Python documentation and standard library "
         f"(digest {texts.digest(windows)}); newest 128 tokens in bf16, ours with the first block in bf16 too; blocks "
-        f"read as in place, in float32; rivals emulated from their published formats; {kept} of {blocks} blocks kept raw by "
-        f"the error bound ({stressed[OURS].tally.raw_blocks} under stress)."
+        f"read as in place, in float32; rivals emulated from their published formats; {kept} of {blocks} blocks "
+        f"kept raw by the error bound ({stressed[OURS].tally.raw_blocks} under stress)."
     )
     yield from _figures(short_name, plain, count, note)
     case = f"{short_name}_stress{STRESS:.0f}_mean_kl"
