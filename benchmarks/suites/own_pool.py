@@ -12,7 +12,8 @@ from benchmarks.rows import Stopwatch
 from benchmarks.suites import pool_workload as work
 from kvstore import HashChain, Identity, KVStore, KVStoreConfig
 
-_GEOMETRY = KVGeometry.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32", block_tokens=work.BLOCK_TOKENS)
+# Llama-8B's shape; no byte of it is allocated here.
+_GEOMETRY = KVGeometry.uniform(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=work.BLOCK_TOKENS)
 _IDENTITY = Identity(model="benchmark", weights="none", geometry=_GEOMETRY)
 _SLOT_BYTES = _GEOMETRY.full_slot_bytes(0)
 
@@ -98,7 +99,12 @@ class OwnSide:
     def _store(self, blocks: int) -> KVStore:
         total = _layout(blocks).total_bytes
         config = KVStoreConfig(device_bytes=total, host_bytes=0, codec="raw", io_threads="inline")
-        return KVStore(_GEOMETRY, _IDENTITY, config, device="absent")
+        store = KVStore(_GEOMETRY, _IDENTITY, config, device="absent")
+        sequence = str(next(self._numbers))
+        store.admit(sequence, [0])  # every block has been used before, as in a server that has run for a while
+        store.grow(sequence, blocks * work.BLOCK_TOKENS)
+        store.abort(sequence)
+        return store
 
     def _admit(self, store: KVStore, tokens: list[int], expected_hit: int, chain: HashChain | None = None) -> str:
         """As a loop does it: admit, room for what is left to compute, the table handed out, all committed."""
