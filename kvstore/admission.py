@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from allocator import FULL, BlockTable, CapacityError, GroupKind
-from kvstore.sequence import Hit, HitReason, PendingCopy, Sequence, SequenceState
+from allocator import FULL, CapacityError, GroupKind
+from kvstore.sequence import Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
-    from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
     from kvstore.residency import GroupPlan, HitPlan, Residency
 
@@ -31,14 +30,12 @@ class Admitter:
         residency: Residency,
         mover: Mover,
         costs: CostModel,
-        metrics: StoreMetrics,
     ) -> None:
         self._geometry = geometry
         self._pool = pool
         self._residency = residency
         self._mover = mover
         self._costs = costs
-        self._metrics = metrics
 
     def usable_hashes(self, hashes: Items[bytes], token_count: int, private_from: int | None) -> Items[bytes]:
         """Hashes of the blocks a prompt may reuse: at least one token stays to be computed."""
@@ -58,7 +55,7 @@ class Admitter:
         tokens = (plan.blocks - plan.device_blocks) * self._geometry.block_tokens
         byte_counts: dict[str, int] = {}
         for copy in copies:
-            size = self._pool.layout.slot_bytes(2 * copy.key.group + copy.form)
+            size = self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
             byte_counts[copy.tier.name] = byte_counts.get(copy.tier.name, 0) + size
         return self._costs.should_load(byte_counts, tokens)
 
@@ -147,20 +144,20 @@ class Admitter:
         if sequence.exact:
             self._pool.hold_exact(ids)
 
-    def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None]) -> None:
+    def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None], now: float) -> None:
         """Submit the sequence's pending copies, one transfer per tier."""
         if not sequence.pending:
             return
         sequence.state = SequenceState.LOADING
         tiers = {copy.tier.name: copy.tier for group in plan.groups for copy in group.copies.values()}
 
-        def done(_: list[PendingCopy]) -> None:
+        def done() -> None:
             if all(copy.outcome is not None for copy in sequence.pending):
                 on_done(sequence)
 
         ordered = sorted(sequence.pending, key=lambda copy: copy.tier)
         for name, copies in groupby(ordered, key=lambda copy: copy.tier):
-            self._mover.start_fetch(tiers[name], list(copies), done)
+            self._mover.start_fetch(tiers[name], list(copies), done, now)
 
     # -- after the fetch ----------------------------------------------------------------------------------------
 
@@ -189,8 +186,5 @@ class Admitter:
         first = 0
         if self._geometry.groups[group].kind is GroupKind.SLIDING:
             first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
-        ids = sequence.tables[group].ids
+        ids = sequence.tables[group].ids()
         return all(ids[position] >= 0 and (group, position) not in missing for position in range(first, blocks))
-
-
-__all__ = ["Admitter", "BlockTable", "HitReason"]

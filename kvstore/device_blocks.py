@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from allocator import COLD, FULL, ConfigError, KVGeometry, Slab
+from allocator import ConfigError, KVGeometry, Slab
 from quant import BlockShape, CodecError, get_codec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class BlockBytes(Protocol):
 
     def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None: ...
 
-    def zero(self, group: int, slots: list[int]) -> None: ...
+    def zero_tail(self, group: int, slot: int, token: int) -> None: ...
 
     def read_buffer(self, group: int, form: int, slot: int) -> memoryview: ...
 
@@ -117,20 +117,21 @@ class DeviceBlocks:
         cold = slab.cold_view(group)
         out = torch.empty((len(full_slots), cold.shape[-1]), dtype=torch.uint8, device=slab.device)
         accepted = codec.encode_batch(keys, values, out)
-        cold[slab.cold_index(np.asarray(cold_slots, dtype=np.int64), group)] = out
+        extents, places = slab.cold_index(group, np.asarray(cold_slots, dtype=np.int64))
+        cold[torch.from_numpy(extents), torch.from_numpy(places)] = out
         return [bool(flag) for flag in accepted.tolist()]
 
     def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None:
-        self._slab.copy_slots(2 * group + form, source_slot, target_slot)
+        self._slab.copy_slots(2 * group + form, [source_slot], [target_slot])
 
-    def zero(self, group: int, slots: list[int]) -> None:
-        self._slab.zero_slots(group, slots)
+    def zero_tail(self, group: int, slot: int, token: int) -> None:
+        self._slab.zero_tail(group, slot, token)
 
     def read_buffer(self, group: int, form: int, slot: int) -> memoryview:
         """The slot's bytes: the slab's own memory on the host, a copy of it otherwise."""
         if self._on_host:
             return self._slab.slot_memory(2 * group + form, slot)
-        return memoryview(self._slab.slot_bytes_view(2 * group + form, slot).cpu().numpy())
+        return memoryview(bytes(self._slab.slot_bytes_view(2 * group + form, slot).cpu().numpy()))
 
     def write_buffer(self, group: int, form: int, slot: int) -> memoryview:
         """Where a tier should put the slot's bytes; `write_back` brings them to the device afterwards."""
@@ -155,7 +156,7 @@ class AbsentDevice:
     def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None:
         return None
 
-    def zero(self, group: int, slots: list[int]) -> None:
+    def zero_tail(self, group: int, slot: int, token: int) -> None:
         return None
 
     def read_buffer(self, group: int, form: int, slot: int) -> memoryview:
@@ -165,6 +166,3 @@ class AbsentDevice:
 
     def write_back(self, group: int, form: int, slot: int, buffer: memoryview) -> None:
         raise ConfigError("a store with device='absent' has no bytes: attach no tiers to it")
-
-
-__all__ = ["COLD", "FULL", "AbsentDevice", "BlockBytes", "DeviceBlocks", "block_shapes", "cold_slot_bytes", "make_codec"]

@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allocator import COLD, FULL, CannotRollback, CapacityError, UsageError
+from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
+    import numpy.typing as npt
+
     from allocator import BlockPool, BlockTable, KVGeometry
     from kvstore.device_blocks import BlockBytes
-    from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
     from kvstore.sequence import Sequence
     from kvstore.upkeep import Upkeep
+
+
+def has_cold(entries: npt.NDArray[np.int64]) -> bool:
+    """Whether any of a table's entries (slot << 1 | form, -1 where dropped) is an INT4 block."""
+    return bool(((entries & 1 == COLD) & (entries >= 0)).any())
 
 
 class Growth:
@@ -33,13 +39,11 @@ class Growth:
         device: BlockBytes,
         mover: Mover,
         upkeep: Upkeep,
-        metrics: StoreMetrics,
     ) -> None:
         self._pool = pool
         self._device = device
         self._mover = mover
         self._upkeep = upkeep
-        self._metrics = metrics
         self._block_tokens = geometry.block_tokens
         self._windows = [group.window_tokens for group in geometry.groups]
         self._windowed = any(window is not None for window in self._windows)
@@ -48,14 +52,14 @@ class Growth:
 
     def grow(self, sequence: Sequence, token_count: int) -> None:
         """Room for `token_count` more tokens in every group; on CapacityError nothing has changed."""
-        before = [len(table) for table in sequence.tables]
         table = sequence.tables[0]
         try:
             for table in sequence.tables:
                 self._grow_table(sequence, table, token_count)
         except CapacityError as error:
-            for grown, length in zip(sequence.tables, before, strict=True):
-                self._drop(sequence, grown.shrink_to(length))
+            for grown in sequence.tables:
+                if grown.capacity_tokens > grown.token_count:
+                    self.drop_blocks_ahead(sequence, grown)
             error.transient = self._mover.in_flight_blocks > 0
             self._upkeep.note_shortage(table.group)
             raise
@@ -73,23 +77,29 @@ class Growth:
         table.append(fresh)
         if short % self._block_tokens:
             # attention masks the unwritten end of the last block, but a mask does not remove NaN
-            self._device.zero(table.group, [self._pool.slot_of(int(fresh[-1]))])
+            self._device.zero_tail(table.group, self._pool.slot_of(int(fresh[-1])), short % self._block_tokens)
         if sequence.exact:
             self._pool.hold_exact(fresh.tolist())
 
     def _make_tail_writable(self, sequence: Sequence, table: BlockTable) -> None:
+        if not table.tail_is_shared():
+            return
+        if sequence.exact:
+            self._pool.drop_exact([table.id_at(table.token_count // self._block_tokens)])
         copied = table.writable_tail()
         if copied is None:
             return
-        pool = self._pool
-        self._device.copy(table.group, FULL, pool.slot_of(copied.source), pool.slot_of(copied.target))
+        if copied.source_form == COLD:
+            raise IntegrityError(f"sequence {sequence.sequence_id!r} would write into INT4 block {copied.source_id}")
+        self._device.copy(table.group, FULL, copied.source_slot, copied.target_slot)
         if sequence.exact:
-            pool.drop_exact([copied.source])
-            pool.hold_exact([copied.target])
+            self._pool.hold_exact([copied.target_id])
 
-    def _drop(self, sequence: Sequence, dropped: Items[int]) -> None:
-        if sequence.exact and len(dropped):
-            self._pool.drop_exact([int(block_id) for block_id in dropped if block_id >= 0])
+    def drop_blocks_ahead(self, sequence: Sequence, table: BlockTable) -> None:
+        """Give back blocks that were appended but hold no token."""
+        if sequence.exact:
+            self._pool.drop_exact(table.ids()[-(-table.token_count // self._block_tokens) :])
+        table.truncate(table.token_count)
 
     # -- commit -------------------------------------------------------------------------------------------------
 
@@ -111,7 +121,6 @@ class Growth:
             chain.truncate(start)
             chain.extend(token_ids)
         sequence.committed = committed
-        self._metrics.computed(count)
         if committed // self._block_tokens > sequence.sealed_blocks:
             self._seal(sequence)
             if self._windowed:
@@ -120,7 +129,7 @@ class Growth:
     def _note_cold_reads(self, sequence: Sequence) -> None:
         """What is committed next was computed after any block of the sequence that is cold by now."""
         sequence.cold_generation = self._upkeep.cool_generation
-        if any(self._pool.any_cold(table.ids) for table in sequence.tables):
+        if any(has_cold(table.entries()) for table in sequence.tables):
             sequence.lossy_from = sequence.committed
 
     def _seal(self, sequence: Sequence) -> None:
@@ -141,7 +150,7 @@ class Growth:
         self._upkeep.enqueue_cool(sequence)
 
     def _seal_run(self, sequence: Sequence, table: BlockTable, start: int, stop: int, exact: bool) -> None:
-        ids = table.ids[start:stop]
+        ids = table.ids()[start:stop]
         if self._windows[table.group] is not None and (ids < 0).any():  # parts have left the window already
             for position in (np.flatnonzero(ids >= 0) + start).tolist():
                 self._seal_run(sequence, table, position, position + 1, exact)
@@ -149,11 +158,8 @@ class Growth:
         hashes = sequence.chain.hashes
         canonical = self._pool.seal_many(ids, hashes[start:stop], exact)
         for offset in np.flatnonzero(canonical != ids).tolist():
-            self._drop(sequence, [int(ids[offset])])
             table.replace(start + offset, int(canonical[offset]))
-            if sequence.exact:
-                self._pool.hold_exact([int(canonical[offset])])
-        if self._upkeep.tiers:
+        if self._upkeep.names_blocks:
             parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
             self._upkeep.remember(canonical.tolist(), sequence.root, parents)
 
@@ -162,11 +168,9 @@ class Growth:
         still finds the window before its end.
         """
         for table in sequence.tables:
-            window = self._windows[table.group]
-            if window is not None:
-                first = sequence.committed - window + 1 - self._block_tokens
-                if first > 0:
-                    self._drop(sequence, table.drop_before(first))
+            if sequence.exact:
+                self._pool.drop_exact(table.window_surplus(sequence.committed))
+            table.drop_window(sequence.committed)
 
     # -- rollback -----------------------------------------------------------------------------------------------
 
@@ -192,10 +196,12 @@ class Growth:
         cut = token_count % self._block_tokens
         for table in sequence.tables:
             table.check_truncate(token_count)
-            if cut and self._pool.form_of(int(table.ids[token_count // self._block_tokens])) == COLD:
+            if cut and self._pool.form_of(table.id_at(token_count // self._block_tokens)) == COLD:
                 raise CannotRollback(
                     f"sequence {sequence.sequence_id!r} cannot be cut to {token_count} tokens: that is inside an INT4 "
                     f"block, which is never written to; cut to a multiple of {self._block_tokens} or compute it again"
                 )
         for table in sequence.tables:
-            self._drop(sequence, table.truncate(token_count))
+            if sequence.exact:
+                self._pool.drop_exact(table.ids()[-(-token_count // self._block_tokens) :])
+            table.truncate(token_count)

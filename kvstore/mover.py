@@ -11,21 +11,25 @@ submitted until `drain` has seen its completion. The pool hands out and evicts n
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from allocator import COLD, FULL
+from allocator import FULL
 from kvstore.tier import ResultCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from allocator import BlockPool
+    from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
     from kvstore.tier import CopyKey, Executor, Tier, Transfer
+
+
+_COOL_QUEUE_BLOCKS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class _CoolJob:
     group: int
     block_ids: list[int]
     target_ids: list[int]
+    cause: str
     accepted: list[bool] | None = None
     failure: BaseException | None = None
 
@@ -49,7 +54,9 @@ class _FetchJob:
     tier: Tier
     copies: list[PendingCopy]
     buffers: list[memoryview]
-    on_done: Callable[[list[PendingCopy]], None]
+    on_done: Callable[[], None]
+    started_seconds: float
+    abandoned: bool = False
 
 
 @dataclass(slots=True)
@@ -76,8 +83,8 @@ class Mover:
         device: BlockBytes,
         executor: Executor,
         metrics: StoreMetrics,
+        costs: CostModel,
         *,
-        cool_queue_limit: int,
         spill_inflight_limit: int,
         waker: Callable[[], None],
     ) -> None:
@@ -85,6 +92,7 @@ class Mover:
         self._device = device
         self._executor = executor
         self._metrics = metrics
+        self._costs = costs
         self._spill_inflight_limit = spill_inflight_limit
         self._waker = waker
         self._spills: dict[Transfer, _SpillJob] = {}
@@ -92,7 +100,7 @@ class Mover:
         self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
         self._cooling = 0
         self._spilling_blocks = 0
-        self._cool_queue: deque[tuple[int, bytes]] = deque(maxlen=cool_queue_limit)
+        self._cool_queue: deque[tuple[int, bytes]] = deque(maxlen=_COOL_QUEUE_BLOCKS)
 
     @property
     def in_flight_blocks(self) -> int:
@@ -111,35 +119,45 @@ class Mover:
         queue = self._cool_queue
         overflow = len(queue) + len(blocks) - (queue.maxlen or 0)
         if overflow > 0:
-            self._metrics.dropped("cool_queue_full", overflow)
+            self._metrics.kept_raw("queue_full", overflow)
         queue.extend(blocks)
 
     def start_cool(self, limit: int) -> int:
         """Begin encoding at most `limit` queued blocks. Entries that no longer hold their block are skipped."""
         pool = self._pool
-        by_group: dict[int, tuple[list[int], list[int]]] = {}
-        started = 0
-        while self._cool_queue and started < limit:
+        begun: list[tuple[int, int]] = []
+        while self._cool_queue and len(begun) < limit:
             block_id, block_hash = self._cool_queue.popleft()
             if pool.hash_of(block_id) != block_hash or pool.form_of(block_id) != FULL:
                 continue
             target = pool.begin_cool(block_id)
-            if target is None:
-                if pool.can_cool(block_id):  # no room among the INT4 slots yet: keep it and try at a later step
-                    self._cool_queue.appendleft((block_id, block_hash))
-                    break
-                continue
-            sources, targets = by_group.setdefault(pool.group_of(block_id), ([], []))
-            sources.append(block_id)
-            targets.append(target)
-            started += 1
-        for group, (sources, targets) in by_group.items():
-            self._submit_cool(_CoolJob(group, sources, targets))
-        return started
+            if target is not None:
+                begun.append((block_id, target))
+            elif not (pool.in_flight(block_id) or pool.is_pinned(block_id) or pool.exact_holders[block_id]):
+                self._cool_queue.appendleft((block_id, block_hash))  # no INT4 slot to be had yet: a later step
+                break
+        self._submit_cool(begun, "age")
+        return len(begun)
 
-    def _submit_cool(self, job: _CoolJob) -> None:
-        full_slots = self._pool.slots(job.block_ids).tolist()
-        cold_slots = self._pool.slots(job.target_ids).tolist()
+    def start_cool_idle(self, block_ids: Sequence[int]) -> int:
+        """Begin encoding idle blocks ahead of their time because memory is short. Counted apart."""
+        begun = [(one, target) for one in block_ids if (target := self._pool.begin_cool(one)) is not None]
+        self._submit_cool(begun, "pressure")
+        return len(begun)
+
+    def _submit_cool(self, begun: list[tuple[int, int]], cause: str) -> None:
+        by_group: dict[int, _CoolJob] = {}
+        for block_id, target in begun:
+            group = self._pool.group_of(block_id)
+            job = by_group.setdefault(group, _CoolJob(group, [], [], cause))
+            job.block_ids.append(block_id)
+            job.target_ids.append(target)
+        for job in by_group.values():
+            self._encode(job)
+
+    def _encode(self, job: _CoolJob) -> None:
+        full_slots = [self._pool.slot_of(block_id) for block_id in job.block_ids]
+        cold_slots = [self._pool.slot_of(block_id) for block_id in job.target_ids]
         self._cooling += len(job.block_ids)
 
         def encode() -> None:
@@ -157,13 +175,12 @@ class Mover:
         accepted = job.accepted if job.accepted is not None else [False] * len(job.block_ids)
         cooled = 0
         for block_id, target, good in zip(job.block_ids, job.target_ids, accepted, strict=True):
-            if good and not self._pool.has_exact_holders(block_id):
-                self._pool.finish_cool(block_id, target)
-                cooled += 1
+            if good:
+                cooled += self._pool.finish_cool(block_id, target)
             else:
                 self._pool.cancel_cool(block_id, target)
-                self._metrics.kept_raw("too_lossy" if job.failure is None else "encode_failed")
-        self._metrics.cooled(cooled)
+                self._metrics.kept_raw("error_bound" if job.failure is None else "encode_failed")
+        self._metrics.cooled(cooled, cause=job.cause)
         if job.failure is not None:
             raise job.failure
         return cooled
@@ -177,7 +194,7 @@ class Mover:
         """
         room = self._spill_inflight_limit - self._spilling_blocks
         if room < len(blocks):
-            self._metrics.dropped("spill_queue_full", len(blocks) - max(0, room))
+            self._metrics.dropped("queue_full", len(blocks) - max(0, room), tier=tier.name)
             blocks = blocks[: max(0, room)]
         if not blocks:
             return 0
@@ -203,28 +220,41 @@ class Mover:
             if result is ResultCode.OK:
                 stored += 1
             else:
-                self._metrics.dropped(f"spill_{result.value}", 1)
+                self._metrics.dropped(result.value, tier=job.tier.name)
         self._metrics.spilled(job.tier.name, stored)
         return stored
 
     # -- fetch --------------------------------------------------------------------------------------------------
 
-    def start_fetch(
-        self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[list[PendingCopy]], None]
-    ) -> Transfer:
-        """Read copies into their device blocks. `on_done` runs inside `drain` with every outcome set."""
+    def start_fetch(self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[], None], now: float) -> None:
+        """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set."""
         pool = self._pool
-        buffers = [
-            self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies
-        ]
+        buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
         pool.begin_transfer([copy.block_id for copy in copies])
         items = [(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)]
         transfer = tier.submit_get(items)
-        self._fetches[transfer] = _FetchJob(tier, copies, buffers, on_done)
-        return transfer
+        self._fetches[transfer] = _FetchJob(tier, copies, buffers, on_done, now)
 
-    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode]) -> int:
+    def expire(self, now: float, deadline_seconds: float) -> int:
+        """Give up fetches older than the deadline: their blocks are a miss now, and fenced until the tier lets go."""
+        late = [job for job in self._fetches.items() if now - job[1].started_seconds > deadline_seconds]
+        expired = 0
+        for transfer, job in late:
+            if not job.abandoned:
+                job.abandoned = True
+                transfer.cancel()
+                for copy in job.copies:
+                    copy.outcome = False
+                expired += len(job.copies)
+                self._metrics.missed("deadline", len(job.copies), tier=job.tier.name)
+                job.on_done()
+        return expired
+
+    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode], now: float) -> int:
         pool = self._pool
+        if job.abandoned:  # late: the blocks belong to nobody any more and leave with their transfer
+            pool.end_transfer([copy.block_id for copy in job.copies])
+            return 0
         good = 0
         for copy, buffer, result in zip(job.copies, job.buffers, results, strict=True):
             copy.outcome = result is ResultCode.OK
@@ -232,15 +262,18 @@ class Mover:
                 self._device.write_back(copy.group, copy.form, pool.slot_of(copy.block_id), buffer)
                 good += 1
             else:
-                self._metrics.missed(result.value)
+                self._metrics.missed(result.value, tier=job.tier.name)
         pool.end_transfer([copy.block_id for copy in job.copies])
         self._metrics.fetched(job.tier.name, good)
-        job.on_done(job.copies)
+        if good == len(results):
+            loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
+            self._costs.observe_load(job.tier.name, loaded_bytes, now - job.started_seconds)
+        job.on_done()
         return good
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
-    def drain(self, tiers: Sequence[Tier]) -> Drained:
+    def drain(self, tiers: Sequence[Tier], now: float) -> Drained:
         """Apply everything that has finished. An unknown completion (cancelled, late) changes nothing."""
         drained = Drained()
         for tier in tiers:
@@ -251,7 +284,7 @@ class Mover:
                     continue
                 fetch = self._fetches.pop(completion.transfer, None)
                 if fetch is not None:
-                    drained.fetched += self._finish_fetch(fetch, completion.results)
+                    drained.fetched += self._finish_fetch(fetch, completion.results, now)
         failure: BaseException | None = None
         while True:
             try:
@@ -265,6 +298,3 @@ class Mover:
         if failure is not None:
             raise failure
         return drained
-
-
-__all__ = ["COLD", "Drained", "Mover"]

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from allocator import COLD, FULL, GroupKind
+from allocator.prefix_index import window_first_block
 from kvstore.sequence import HitReason
 from kvstore.tier import CopyKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allocator import BlockPool, KVGeometry
+    from allocator import BlockPool, KVGeometry, PrefixIndex
     from kvstore.tier import Tier
 
 _PROBE_BLOCKS = 32  # positions asked of a tier at once: long enough to amortise, short enough to stop early
@@ -105,8 +106,7 @@ class Residency:
 
     def window_first(self, group: int, token_count: int) -> int:
         """First block that a token at position `token_count` may attend to in a sliding group."""
-        window = self._geometry.groups[group].window_tokens or 0
-        return max(0, token_count - window + 1) // self._block_tokens
+        return window_first_block(token_count, self._geometry.groups[group].window_tokens or 0, self._block_tokens)
 
     def plan(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> HitPlan:
         """The longest hit over `hashes` (hash of the block at each position) that every group can serve."""
@@ -148,13 +148,14 @@ class Residency:
 
     def _leading_run(self, root: bytes, group: int, hashes: Sequence[bytes], exact: bool) -> GroupPlan:
         plan = GroupPlan(0, [])
-        self._extend_on_device(plan, group, hashes, exact)
+        index = self._pool.index(group)
+        self._extend_on_device(plan, index, hashes, exact)
         while len(plan.ids) < len(hashes) and self._tiers:
             position = len(plan.ids)
             probe = hashes[position : position + _PROBE_BLOCKS]
             taken = 0
             for copy in self._lower_copies(root, group, probe, exact):
-                if copy is None or (taken and self._pool.find(group, probe[taken], exact) >= 0):
+                if copy is None or (taken and index.find(probe[taken], exact) is not None):
                     break
                 plan.copies[position + taken] = copy
                 plan.ids.append(-1)
@@ -163,14 +164,14 @@ class Residency:
                 taken += 1
             if not taken:
                 break
-            self._extend_on_device(plan, group, hashes, exact)
+            self._extend_on_device(plan, index, hashes, exact)
         return plan
 
-    def _extend_on_device(self, plan: GroupPlan, group: int, hashes: Sequence[bytes], exact: bool) -> None:
+    def _extend_on_device(self, plan: GroupPlan, index: PrefixIndex, hashes: Sequence[bytes], exact: bool) -> None:
         rest = hashes[len(plan.ids) :] if plan.ids else hashes
-        plan.ids += self._pool.match(group, rest, True)
+        plan.ids += index.match(rest, True)
         if not exact and len(plan.ids) < len(hashes):
-            lossy = self._pool.match(group, hashes[len(plan.ids) :], False)
+            lossy = index.match(hashes[len(plan.ids) :], False)
             if lossy:
                 plan.note_lossy(len(plan.ids))
                 plan.ids += lossy
@@ -194,20 +195,21 @@ class Residency:
         """Fill `plan` for `hashes`; the index of the LAST block that is nowhere, or None when all are found."""
         lower = self._lower_copies(root, group, hashes, exact) if self._tiers else [None] * len(hashes)
         missing = None
+        index = self._pool.index(group)
         for offset, block_hash in enumerate(hashes):
-            block_id = self._pool.find(group, block_hash, True)
-            if block_id < 0 and not exact:
-                block_id = self._pool.find(group, block_hash, False)
-                if block_id >= 0:
+            block_id = index.find(block_hash, True)
+            if block_id is None and not exact:
+                block_id = index.find_lossy(block_hash)
+                if block_id is not None:
                     plan.note_lossy(plan.first + offset)
             copy = lower[offset]
-            if block_id < 0 and copy is not None:
+            if block_id is None and copy is not None:
                 plan.copies[plan.first + offset] = copy
                 if copy.lossy:
                     plan.note_lossy(plan.first + offset)
-            elif block_id < 0:
+            elif block_id is None:
                 missing = offset
-            plan.ids.append(block_id)
+            plan.ids.append(-1 if block_id is None else block_id)
         return missing
 
     def _lower_copies(self, root: bytes, group: int, hashes: Sequence[bytes], exact: bool) -> list[LowerCopy | None]:
@@ -215,12 +217,15 @@ class Residency:
         if self._cold is None:
             kinds = [kind for kind in kinds if kind[0] == FULL]
         best: list[LowerCopy | None] = [None] * len(hashes)
+        if not hashes:
+            return best
         for tier in self._tiers:
             for form, exactly in kinds:
                 open_positions = [index for index, copy in enumerate(best) if copy is None]
                 if not open_positions:
                     return best
-                keys = [self.copy_key(root, group, hashes[index], form, exactly) for index in open_positions]
+                template = self.copy_key(root, group, hashes[0], form, exactly)
+                keys = template.with_hashes(hashes[index] for index in open_positions)
                 for index, key, present in zip(open_positions, keys, tier.contains(keys), strict=True):
                     if present:
                         best[index] = LowerCopy(key, tier, form)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allocator import (
@@ -20,7 +22,6 @@ from allocator import (
     BlockPool,
     BlockTable,
     CapacityError,
-    ConfigError,
     DuplicateSequence,
     ExtentLayout,
     GroupKind,
@@ -40,18 +41,25 @@ from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
 from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
+from kvstore.tier import InlineExecutor, ThreadExecutor
 from kvstore.upkeep import StepReport, StoreUsage, Upkeep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Items
 
+    import numpy as np
     import numpy.typing as npt
 
     from allocator import Slab
     from kvstore.identity import Media
-    from kvstore.tier import Tier
+    from kvstore.tier import Executor, Tier
     from quant import BlockCodec
+
+
+def make_executor(kind: str) -> Executor:
+    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
+    return InlineExecutor() if kind == "inline" else ThreadExecutor()
 
 
 class KVStore:
@@ -61,6 +69,7 @@ class KVStore:
     device: a torch device string, or "absent" for accounting without bytes.
     tiers: fast to slow; None means a host tier of `config.host_bytes` when that is not zero.
     clock: monotonic seconds.
+    placeholder_ids: token ids that stand for media; a prompt that has one without its media is refused.
 
     Raises ConfigError when a group's shape does not fit the codec or the slab cannot hold one block per group.
     """
@@ -74,7 +83,9 @@ class KVStore:
         device: str = "cpu",
         tiers: Items[Tier] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        placeholder_ids: Iterable[int] = (),
     ) -> None:
+        self._placeholder_ids = frozenset(placeholder_ids)
         self.config = config or KVStoreConfig()
         self.geometry = geometry
         self.metrics = StoreMetrics()
@@ -105,17 +116,19 @@ class KVStore:
         cold = (self.cold_codec.name, self.cold_codec.parameters()) if self.cold_codec else None
         self._residency = Residency(geometry, self.pool, self._tiers, cold)
         self._executor = make_executor(config.io_threads)
+        self._costs = CostModel(
+            prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always
+        )
         self._mover = Mover(
             self.pool,
             self._device,
             self._executor,
             self.metrics,
-            cool_queue_limit=config.cool_queue_blocks,
+            self._costs,
             spill_inflight_limit=config.spill_queue_blocks,
             waker=self._arrived.set,
         )
-        self._costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second)
-        self._admitter = Admitter(geometry, self.pool, self._residency, self._mover, self._costs, self.metrics)
+        self._admitter = Admitter(geometry, self.pool, self._residency, self._mover, self._costs)
         self._upkeep = Upkeep(
             geometry,
             self.pool,
@@ -127,16 +140,33 @@ class KVStore:
             self._sequences,
             cools=self.cold_codec is not None,
         )
-        self._growth = Growth(geometry, self.pool, self._device, self._mover, self._upkeep, self.metrics)
+        self._growth = Growth(geometry, self.pool, self._device, self._mover, self._upkeep)
 
     def _default_tiers(self, device: str) -> tuple[Tier, ...]:
         if device == "absent" or not self.config.host_bytes:
             return ()
         from kvstore.host_tier import HostTier
 
-        return (HostTier(self.config.host_bytes, executor=make_executor(self.config.io_threads)),)
+        layout = self.pool.layout
+        return (
+            HostTier(
+                self.config.host_bytes,
+                make_executor(self.config.io_threads),
+                slot_bytes=[size for size in layout.raw_slot_bytes if size],
+                prefault=self.config.host_prefault,
+            ),
+        )
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
+        with self._lock:
+            self._costs.observe_prefill(tokens, seconds)
 
     # -- what others may look at --------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def slab(self) -> Slab | None:
@@ -269,7 +299,10 @@ class KVStore:
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
             self._check_fits(len(token_ids))
-            tables = [BlockTable(self.pool, group) for group in range(len(self.geometry.groups))]
+            tables = [
+                BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
+                for index, group in enumerate(self.geometry.groups)
+            ]
             sequence = Sequence(
                 sequence_id=sequence_id,
                 chain=chain,
@@ -287,11 +320,11 @@ class KVStore:
             if plan.lossy:
                 sequence.lossy_from = sequence.written
             self._sequences[sequence_id] = sequence
-            by_tier = self._admitter.hit(plan).by_tier
-            self._admitter.start_fetch(sequence, plan, self._fetch_done)
+            self._admitter.start_fetch(sequence, plan, self._fetch_done, self._clock())
             if sequence.state is SequenceState.RUNNING:
-                self._take_ready(sequence, plan.blocks)
+                self._take_ready(sequence, plan.blocks, {})
             reused = plan.device_blocks * block_tokens
+            by_tier = self._admitter.hit(plan).by_tier
             return Admission(sequence_id, reused, plan.blocks * block_tokens - reused, by_tier)
 
     def fetch(self, sequence_id: str) -> FetchState:
@@ -306,29 +339,36 @@ class KVStore:
         if self._sequences.get(sequence.sequence_id) is not sequence:
             return  # aborted meanwhile: its blocks were released and leave when their transfers ended
         planned = sequence.written // self.geometry.block_tokens
+        pending = sequence.pending
         blocks = self._admitter.settle(sequence)
+        self._upkeep.remember_fetched(sequence, [copy for copy in pending if copy.outcome and copy.position < blocks])
         if blocks < planned:
             self._growth.truncate(sequence, blocks * self.geometry.block_tokens)
-            if not any(self.pool.any_lossy(table.live_ids()) for table in sequence.tables):
+            if all(self.pool.reads_exact(one) for table in sequence.tables for one in table.ids().tolist() if one >= 0):
                 sequence.lossy_from = None
             elif sequence.lossy_from is not None:
                 sequence.lossy_from = blocks * self.geometry.block_tokens
-        self._take_ready(sequence, blocks)
+        self._take_ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
 
-    def _take_ready(self, sequence: Sequence, blocks: int) -> None:
-        tokens = blocks * self.geometry.block_tokens
-        sequence.written = sequence.committed = sequence.reused_tokens = tokens
+    def _take_ready(self, sequence: Sequence, blocks: int, fetched: dict[int, str]) -> None:
+        """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
+        block_tokens = self.geometry.block_tokens
+        sequence.written = sequence.committed = sequence.reused_tokens = blocks * block_tokens
         sequence.sealed_blocks = blocks
-        self.metrics.reused(tokens)
+        by_tier = Counter(fetched.get(position, "device") for position in range(blocks))
+        hits = {name: count * block_tokens for name, count in by_tier.items()}
+        self.metrics.count_request(sequence.sequence_id, sequence.chain.token_count, hits)
+        self.metrics.reused(sequence.reused_tokens, hits)
+        self._upkeep.touch_below(sequence, blocks)
 
     def _check_fits(self, token_count: int) -> None:
-        block_tokens = self.geometry.block_tokens
+        block_tokens, layout = self.geometry.block_tokens, self.pool.layout
         for index, group in enumerate(self.geometry.groups):
             held = token_count
             if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
                 held = min(token_count, group.window_tokens + 2 * block_tokens)
             needed = -(-held // block_tokens)
-            ever = self.pool.capacity(index, FULL)
+            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
             if needed > ever:
                 raise CapacityError(
                     needed,
@@ -421,7 +461,7 @@ class KVStore:
             )
             if parent.exact:
                 for table in tables:
-                    self.pool.hold_exact(table.live_ids().tolist())
+                    self.pool.hold_exact(table.ids())
 
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
@@ -435,18 +475,20 @@ class KVStore:
         """End a sequence; what it sealed stays as hits until evicted."""
         with self._lock:
             self._release(self._sequence(sequence_id))
+            self.metrics.forget_request(sequence_id)
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence at any moment, loading included. Blocks in flight are freed when their transfer ends."""
         with self._lock:
             self._release(self._sequence(sequence_id))
+            self.metrics.forget_request(sequence_id)
             self.metrics.aborted()
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
         for table in sequence.tables:
             if sequence.exact:
-                self.pool.drop_exact(table.live_ids().tolist())
+                self.pool.drop_exact(table.ids())
             table.release()
 
     # -- upkeep -------------------------------------------------------------------------------------------------
@@ -460,10 +502,10 @@ class KVStore:
             for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
                 del self._leases[lease.lease_id]
                 self._end_lease(lease)
-            return self._upkeep.step()
+            return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until some transfer has ended, or the time is up; then call `step`. For loops with nothing else to do."""
+        """Block until some transfer has ended or the time is up, then call `step`. For loops that have nothing else to do."""
         with self._lock:
             if not self._mover.in_flight_blocks:
                 return False
@@ -481,12 +523,11 @@ class KVStore:
         """
         with self._lock:
             self._check_open()
-            self._identity = self._identity.next_epoch()
+            self._identity = replace(self._identity, epoch=self._identity.epoch + 1)
             self._root = self._identity.root()
             for sequence in self._sequences.values():
                 sequence.shared = False
-            self.pool.forget_hashes()
-            self._upkeep.clear()
+            self.pool.drop_all_idle()
             failures = []
             for tier in self._tiers:
                 try:
@@ -538,7 +579,7 @@ class KVStore:
         chain = HashChain(
             self._root if identity is None else identity.root(),
             self.geometry.block_tokens,
-            placeholder_ids=self.config.placeholder_ids,
+            placeholder_ids=self._placeholder_ids,
         )
         chain.extend(token_ids, media)
         return chain
@@ -560,5 +601,7 @@ class KVStore:
         if self._closed:
             raise UsageError("this store is closed")
 
-    def _on_evict(self, ids: Iterable[int]) -> None:
+    def _on_evict(self, group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
+        """The pool drops idle blocks; called inside `allocate`, under the lock."""
         self._upkeep.forget(ids)
+        self.metrics.evicted(len(ids))

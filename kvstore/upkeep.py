@@ -9,20 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from allocator import COLD, FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as Items
 
-    from allocator import BlockPool, CapacityError, KVGeometry
+    import numpy.typing as npt
+
+    from allocator import BlockPool, KVGeometry
     from kvstore.config import KVStoreConfig
     from kvstore.device_blocks import BlockBytes
     from kvstore.mover import Mover
     from kvstore.residency import Residency
-    from kvstore.sequence import Sequence
+    from kvstore.sequence import PendingCopy, Sequence
     from kvstore.tier import CopyKey, Tier
 
+_SHORT_STEPS = 4  # room is short when it would be gone after this many steps' worth of movement
 _FORM_NAMES = {FULL: "full", COLD: "int4"}
 
 
@@ -85,12 +90,28 @@ class Upkeep:
         for block_id, parent in zip(ids, parents, strict=True):
             self._names[block_id] = _Name(root, parent)
 
+    def remember_fetched(self, sequence: Sequence, copies: Items[PendingCopy]) -> None:
+        """`remember` for blocks that came from a lower tier."""
+        hashes = sequence.chain.hashes
+        for copy in copies:
+            block_id = sequence.tables[copy.group].id_at(copy.position)
+            parent = hashes[copy.position - 1] if copy.position else None
+            self.remember([block_id], sequence.root, [parent])
+
+    def touch_below(self, sequence: Sequence, blocks: int) -> None:
+        """A hit on the device is a use of the copies below it too: else a prefix grows old under its suffix."""
+        if not self.tiers or not blocks:
+            return
+        hashes = sequence.chain.hashes[:blocks]
+        for group in range(len(self.geometry.groups)):
+            for form in (FULL, COLD) if self.cools else (FULL,):
+                keys = self.residency.copy_key(sequence.root, group, hashes[0], form, True).with_hashes(hashes)
+                for tier in self.tiers:
+                    tier.touch(keys)
+
     def forget(self, ids: Iterable[int]) -> None:
         for block_id in ids:
             self._names.pop(block_id, None)
-
-    def clear(self) -> None:
-        self._names.clear()
 
     def note_shortage(self, group: int) -> None:
         self._starved = group
@@ -107,7 +128,7 @@ class Upkeep:
         for table in sequence.tables:
             ids = [
                 block_id
-                for block_id in table.ids[sequence.cool_cursor : limit].tolist()
+                for block_id in table.ids()[sequence.cool_cursor : limit].tolist()
                 if block_id >= 0 and pool.form_of(block_id) == FULL
             ]
             named = [(block_id, block_hash) for block_id in ids if (block_hash := pool.hash_of(block_id)) is not None]
@@ -121,20 +142,26 @@ class Upkeep:
         for table in sequence.tables:
             ids = [
                 block_id
-                for block_id in table.ids[: sequence.sealed_blocks].tolist()
+                for block_id in table.ids()[: sequence.sealed_blocks].tolist()
                 if block_id >= 0 and self.pool.ref_count(block_id) == 1
             ]
             self._spill(ids)
 
     # -- step ---------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepReport:
-        before = self.drain()
+    @property
+    def names_blocks(self) -> bool:
+        """Whether blocks' roots and parents are needed: for copies below, or to tell a first block."""
+        return self.cools or bool(self.tiers)
+
+    def step(self, now: float) -> StepReport:
+        before = self.drain(now)
+        self.mover.expire(now, self.config.fetch_deadline_seconds)
         moved = self._compact()
         self.mover.start_cool(self.config.cool_blocks_per_step)
-        if self.tiers:
-            self._spill_ahead()
-        after = self.drain()
+        for group in range(len(self.geometry.groups)):
+            self._relieve(group)
+        after = self.drain(now)
         return StepReport(
             cooled_blocks=before.cooled_blocks + after.cooled_blocks,
             spilled_blocks=before.spilled_blocks + after.spilled_blocks,
@@ -142,30 +169,44 @@ class Upkeep:
             moved_blocks=moved,
         )
 
-    def drain(self) -> StepReport:
-        drained = self.mover.drain(self.tiers)
+    def drain(self, now: float) -> StepReport:
+        drained = self.mover.drain(self.tiers, now)
         if drained.cooled:
             self.cool_generation += 1
         return StepReport(drained.cooled, drained.spilled, drained.fetched)
 
     def _compact(self) -> int:
-        """Empty a sparsely used extent of the other class when a class could not be served, a bounded part a step."""
+        """Empty one sparsely used extent of another class after a class could not be served: one extent a step."""
         if self._starved is None:
             return 0
-        moves = self.pool.plan_compaction(2 * self._starved + FULL, self.config.compaction_moves_per_step)
+        moves = self.pool.plan_compaction(self._starved, FULL)
         self._starved = None
         for move in moves:
-            self.device.copy(move.slot_class // 2, move.slot_class % 2, move.source_slot, move.target_slot)
+            self.device.copy(*divmod(move.class_index, 2), move.source_slot, move.target_slot)
             self.pool.apply_move(move)
         return len(moves)
 
-    def _spill_ahead(self) -> None:
-        """Copy down the idle blocks that eviction would take next, while free room is short."""
-        limit = self.config.spill_blocks_per_step
-        for group in range(len(self.geometry.groups)):
-            for form in (FULL, COLD) if self.cools else (FULL,):
-                if self.pool.free_without_eviction(group, form) < self.config.spill_watermark_blocks:
-                    self._spill(self.pool.coldest(group, form, limit))
+    def _relieve(self, group: int) -> None:
+        """While free room is short: cool idle raw blocks instead of losing them, copy down what would be evicted."""
+        config, pool = self.config, self.pool
+        short = _SHORT_STEPS * max(config.cool_blocks_per_step, config.spill_blocks_per_step)
+        if self.cools and config.cool_under_pressure and self._free_blocks(group, FULL) < short:
+            coldest = pool.coldest(group, config.cool_blocks_per_step, FULL, self._not_first).tolist()
+            self.mover.start_cool_idle(coldest)
+        for form in (FULL, COLD) if self.cools else (FULL,):
+            if self.tiers and self._free_blocks(group, form) < short:
+                self._spill(pool.coldest(group, config.spill_blocks_per_step, form).tolist())
+
+    def _free_blocks(self, group: int, form: int) -> int:
+        """Blocks that can be had without giving up anything."""
+        layout, ledger = self.pool.layout, self.pool.ledger
+        unassigned = max(0, len(ledger.unassigned) - layout.spare_count)
+        return self.pool.free_count(group, form) + unassigned * layout.per_extent[2 * group + form]
+
+    def _not_first(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """bool [n]: which idle blocks are not the first of their sequence, whose precision everything else needs."""
+        names = [self._names.get(block_id) for block_id in ids.tolist()]
+        return np.array([name is not None and name.parent is not None for name in names], dtype=bool)
 
     def _spill(self, ids: Items[int]) -> None:
         """Submit copies of those blocks that have a name and no copy in the first tier yet."""
@@ -189,23 +230,28 @@ class Upkeep:
     def usage(self) -> StoreUsage:
         pool = self.pool.usage()
         block_tokens = self.geometry.block_tokens
-        unfilled: dict[int, int] = {}  # by block id of the last block, so that a shared tail counts once
-        widest = max(range(len(self.geometry.groups)), key=lambda group: pool.blocks(group))
+        blocks = [0] * len(self.geometry.groups)
+        for row in pool.classes:
+            blocks[row.group] += row.live_blocks + row.idle_blocks
+        widest = max(range(len(blocks)), key=blocks.__getitem__)
+        unfilled: dict[int, int] = {}  # bytes by block id, so that a shared tail counts once
         unfilled_tokens = 0
         for sequence in self.sequences.values():
             for table in sequence.tables:
                 spare = table.capacity_tokens - table.token_count
-                if spare and table.ids[-1] not in unfilled:
-                    unfilled[int(table.ids[-1])] = spare * self.geometry.group_token_bytes(table.group)
+                last = int(table.ids()[-1]) if spare else -1
+                if spare and last not in unfilled:
+                    unfilled[last] = spare * self.geometry.group_token_bytes(table.group)
                     unfilled_tokens += spare if table.group == widest else 0
         return StoreUsage(
             bytes_by_class={
-                f"{self.geometry.groups[slot_class // 2].name}:{_FORM_NAMES[slot_class % 2]}": count
-                for slot_class, count in pool.block_bytes.items()
+                f"{self.geometry.groups[row.group].name}:{_FORM_NAMES[row.form]}": row.used_bytes
+                for row in pool.classes
+                if row.slots
             },
-            extent_bytes=pool.extent_bytes_in_use,
-            used_bytes=sum(pool.block_bytes.values()),
+            extent_bytes=pool.in_use_bytes,
+            used_bytes=pool.used_bytes,
             waste_bytes=pool.remainder_bytes + sum(unfilled.values()),
-            resident_tokens=pool.blocks(widest) * block_tokens - unfilled_tokens,
+            resident_tokens=blocks[widest] * block_tokens - unfilled_tokens,
             live_sequences=len(self.sequences),
         )

@@ -1,0 +1,276 @@
+"""Which idle block goes first: the policy interface and LRU, its floor. One policy object a slot class.
+
+Called by the pool only, under its caller's lock. The pool tells a policy when blocks become idle, busy again or are
+gone;
+the policy answers with victims. Ticks grow with every release of the pool and are shared between classes, so a block
+that
+changes class keeps its age. A sliding-window run is one hit point: when one of its blocks is a victim, the rest is too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Usable: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
+_Segment: TypeAlias = tuple[int, "int | list[int] | Ids", bool]
+
+_SMALL = 32
+
+
+class EvictionPolicy(ABC):
+    """Order of the idle blocks of one slot class. Ids are int32; batches are in the order of release."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Idle blocks it knows."""
+
+    @abstractmethod
+    def __contains__(self, block_id: object) -> bool:
+        """Whether the block is idle here."""
+
+    @abstractmethod
+    def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
+        """Blocks became idle; the first of `ids` is to go first. `run`: they are kept or dropped as one."""
+
+    @abstractmethod
+    def busy(self, ids: Ids | list[int]) -> None:
+        """Idle blocks were hit and have a reference again."""
+
+    @abstractmethod
+    def forget(self, ids: Ids | list[int]) -> None:
+        """Idle blocks went away for another reason (dropped by name, cooled into another class)."""
+
+    @abstractmethod
+    def victims(self, count: int, usable: Usable | None = None) -> Ids:
+        """Takes out at least `count` blocks (fewer when there are no more; more when a run ends later).
+
+        `usable` tells which of some ids may go now; the others keep their place. None: all may.
+        """
+
+    @abstractmethod
+    def peek(self, count: int, usable: Usable | None = None) -> Ids:
+        """The `count` blocks nearest to eviction, without taking them out."""
+
+    @abstractmethod
+    def since(self, block_id: int) -> int:
+        """Tick of the release that made the block idle."""
+
+    def idle_one(self, block_id: int, tick: int) -> None:
+        """`idle` for one block."""
+        self.idle([block_id], tick)
+
+    def victim_one(self) -> int:
+        """`victims(1)` for the common case, or -1 when the batch form has to be asked (a run is next, or none)."""
+        return -1
+
+
+class LRU(EvictionPolicy):
+    """Least recently released first. Since tables release tail first, that is leaves first.
+
+    A queue of segments, one a release; a stamp a block says which segment counts, so a block that was hit again is
+    skipped when its old segment comes up. Blocks that enter with an older tick wait in a heap beside the queue.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._stamp = np.zeros(capacity + 1, dtype=np.int64)
+        self._stamps = self._stamp.data
+        self._segments: deque[_Segment] = deque()
+        self._late: list[tuple[int, int, int]] = []
+        self._newest = 0
+        self._late_order = 0
+        self._entries = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, block_id: object) -> bool:
+        return isinstance(block_id, int) and self._stamps[block_id] != 0
+
+    def since(self, block_id: int) -> int:
+        return self._stamps[block_id]
+
+    def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
+        size = len(ids)
+        if not size:
+            return
+        self._count += size
+        if tick < self._newest:
+            for block_id in ids:
+                self._late_order += 1
+                heapq.heappush(self._late, (tick, self._late_order, int(block_id)))
+                self._stamps[block_id] = tick
+            return
+        self._newest = tick
+        if isinstance(ids, list):
+            stamps = self._stamps
+            for block_id in ids:
+                stamps[block_id] = tick
+        else:
+            self._stamp[ids] = tick
+        self._segments.append((tick, ids, run))
+        self._entries += size
+        if self._entries > 2 * self._count + 1024:
+            self._sweep()
+
+    def idle_one(self, block_id: int, tick: int) -> None:
+        if tick < self._newest:
+            self.idle([block_id], tick)
+            return
+        self._newest = tick
+        self._stamps[block_id] = tick
+        self._segments.append((tick, block_id, False))
+        self._count += 1
+        self._entries += 1
+        if self._entries > 2 * self._count + 1024:
+            self._sweep()
+
+    def busy(self, ids: Ids | list[int]) -> None:
+        if isinstance(ids, list) and len(ids) <= _SMALL:
+            for block_id in ids:
+                self._stamps[block_id] = 0
+        else:
+            self._stamp[ids] = 0
+        self._count -= len(ids)
+
+    def forget(self, ids: Ids | list[int]) -> None:
+        self.busy(ids)
+
+    def victim_one(self) -> int:
+        segments, stamps = self._segments, self._stamps
+        if self._late:
+            return -1
+        while segments:
+            tick, block_id, _ = segments[0]
+            if type(block_id) is not int:
+                return -1
+            segments.popleft()
+            self._entries -= 1
+            if stamps[block_id] == tick:
+                stamps[block_id] = 0
+                self._count -= 1
+                return block_id
+        return -1
+
+    def victims(self, count: int, usable: Usable | None = None) -> Ids:
+        taken: list[Ids | list[int]] = []
+        kept: list[_Segment] = []
+        need = count
+        segments = self._segments
+        while need > 0 and (segments or self._late):
+            if self._late and (not segments or self._late[0][0] <= segments[0][0]):
+                tick, _, block_id = heapq.heappop(self._late)
+                if self._stamps[block_id] != tick:
+                    continue
+                if usable is not None and not usable(np.array([block_id], dtype=np.int32))[0]:
+                    kept.append((tick, block_id, False))
+                    self._entries += 1
+                    continue
+                taken.append([block_id])
+                need -= 1
+                continue
+            tick, ids, run = segments.popleft()
+            size = 1 if isinstance(ids, int) else len(ids)
+            self._entries -= size
+            chosen, rest = self._split(tick, ids, need, run, usable)
+            if len(rest):
+                kept.append((tick, rest, run))
+                self._entries += len(rest)
+            if len(chosen):
+                taken.append(chosen)
+                need -= len(chosen)
+        segments.extendleft(reversed(kept))
+        victims = _joined(taken)
+        self._stamp[victims] = 0
+        self._count -= len(victims)
+        return victims
+
+    def _split(
+        self, tick: int, ids: int | list[int] | Ids, need: int, run: bool, usable: Usable | None
+    ) -> tuple[Ids | list[int], Ids | list[int]]:
+        """(blocks to take now, blocks of this segment that stay), stale entries dropped."""
+        if isinstance(ids, int):
+            ids = [ids]
+        if isinstance(ids, list) and usable is None:
+            stamps = self._stamps
+            live = [block_id for block_id in ids if stamps[block_id] == tick]
+            return (live, []) if run or len(live) <= need else (live[:need], live[need:])
+        array = np.asarray(ids, dtype=np.int32)
+        fresh = array[self._stamp[array] == tick]
+        if usable is None:
+            if run or len(fresh) <= need:
+                return fresh, []
+            return fresh[:need].copy(), fresh[need:].copy()
+        allowed = usable(fresh)
+        places = np.flatnonzero(allowed)
+        if not run:
+            places = places[:need]
+        stay = np.ones(len(fresh), dtype=bool)
+        stay[places] = False
+        return fresh[places], fresh[stay]
+
+    def peek(self, count: int, usable: Usable | None = None) -> Ids:
+        late = sorted(self._late)
+        found: list[Ids] = []
+        need = count
+        for tick, ids in self._in_order(late):
+            array = np.atleast_1d(np.asarray(ids, dtype=np.int32))
+            array = array[self._stamp[array] == tick]
+            if usable is not None and len(array):
+                array = array[usable(array)]
+            found.append(array[:need].copy())
+            need -= len(found[-1])
+            if need <= 0:
+                break
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+
+    def _in_order(self, late: list[tuple[int, int, int]]) -> Iterator[tuple[int, int | list[int] | Ids]]:
+        place = 0
+        for tick, ids, _ in self._segments:
+            while place < len(late) and late[place][0] <= tick:
+                yield late[place][0], late[place][2]
+                place += 1
+            yield tick, ids
+        for tick, _, block_id in late[place:]:
+            yield tick, block_id
+
+    def _sweep(self) -> None:
+        """Drops stale entries, so that hits without evictions do not grow the queue."""
+        fresh: deque[_Segment] = deque()
+        entries = 0
+        for tick, ids, run in self._segments:
+            array = np.atleast_1d(np.asarray(ids, dtype=np.int32))
+            array = array[self._stamp[array] == tick]
+            if len(array):
+                fresh.append((tick, array if len(array) > 1 else int(array[0]), run))
+                entries += len(array)
+        self._segments = fresh
+        self._entries = entries
+        self._late = [entry for entry in self._late if self._stamps[entry[2]] == entry[0]]
+        heapq.heapify(self._late)
+
+
+def _joined(pieces: list[Ids | list[int]]) -> Ids:
+    if len(pieces) == 1:
+        return np.asarray(pieces[0], dtype=np.int32)
+    small: list[int] = []
+    arrays: list[Ids] = []
+    for piece in pieces:
+        if isinstance(piece, list):
+            small.extend(piece)
+        else:
+            if small:
+                arrays.append(np.array(small, dtype=np.int32))
+                small = []
+            arrays.append(piece)
+    if small or not arrays:
+        arrays.append(np.array(small, dtype=np.int32))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,234 @@
+"""The settings of a store: one frozen value, from keywords, TOML and the environment.
+
+Precedence: environment over file over defaults. Every wrong value is a ConfigError that names the key, what was given
+and what is expected; unknown keys are refused, so that a typing error never passes for a setting. At most 25 keys.
+
+Pure values; no lock, any thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from allocator.errors import ConfigError
+
+ENV_PREFIX = "KVSTORE_"
+TOML_TABLE = "kvstore"
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+_Reader: TypeAlias = Callable[[Any], Any]
+
+
+class _RefusedError(Exception):
+    """A reader's refusal; becomes a ConfigError with the key's name and expectation."""
+
+
+def _whole(least: int, most: int) -> _Reader:
+    def read(value: Any) -> int:
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise _RefusedError
+        return value
+
+    return read
+
+
+def _real(least: float, most: float, *, above: bool = False) -> _Reader:
+    def read(value: Any) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise _RefusedError from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _RefusedError
+        if not (least < value if above else least <= value) or not value <= most:  # NaN fails both
+            raise _RefusedError
+        return float(value)
+
+    return read
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        unit = None if match is None else _UNITS.get(match[2].lower())
+        if match is None or unit is None:
+            raise _RefusedError
+        value = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise _RefusedError
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, str) and value.strip().lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        return value.strip().lower() in ("1", "true", "yes", "on")
+    if not isinstance(value, bool):
+        raise _RefusedError
+    return value
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise _RefusedError
+    return tuple(_whole(0, (1 << 32) - 1)(one) for one in value)
+
+
+def _one_of(*names: str) -> _Reader:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise _RefusedError
+        return value
+
+    return read
+
+
+def _key(default: Any, expected: str, read: _Reader) -> Any:
+    return field(default=default, metadata={"expected": expected, "read": read})
+
+
+_BYTES = "a byte count, or text such as '512 MiB'"
+_STEP = "an int in [0, 65536]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVStoreConfig:
+    """Settings of one store. Sizes take ints or text such as "4 GiB"."""
+
+    # memory
+    device_bytes: int = _key(256 << 20, _BYTES, _size)
+    """Bytes of the device slab."""
+    host_bytes: int = _key(0, _BYTES, _size)
+    """Bytes of the host tier; 0: none."""
+    host_prefault: bool = _key(True, "true or false", _truth)
+    """Touch the host arena's pages in the background."""
+
+    # cold copies
+    codec: str = _key("int4", "one of int4, int8k, raw", _one_of("int4", "int8k", "raw"))
+    """Codec of cold copies; raw: nothing is ever lossy."""
+    error_bound: float = _key(0.15, "a number in (0, 1]", _real(0, 1, above=True))
+    """A block whose relative RMS error per head is larger stays raw."""
+    residual_tokens: int = _key(128, "an int in [0, 2**20]", _whole(0, 1 << 20))
+    """Newest tokens of a sequence that stay in full precision."""
+    cool_under_pressure: bool = _key(True, "true or false", _truth)
+    """Cool earlier, coldest first, when memory is short: an answer then depends on its neighbours. Counted."""
+
+    # bounded work of one step()
+    cool_blocks_per_step: int = _key(8, _STEP, _whole(0, 65536))
+    spill_blocks_per_step: int = _key(8, _STEP, _whole(0, 65536))
+    fetch_blocks_per_step: int = _key(256, _STEP, _whole(0, 65536))
+    cool_queue_blocks: int = _key(4096, "an int in [1, 2**20]", _whole(1, 1 << 20))
+    """Blocks remembered for cooling; beyond it the oldest stays raw and is counted."""
+    spill_watermark_blocks: int = _key(16, "an int in [0, 2**20]", _whole(0, 1 << 20))
+    """Idle blocks are copied down ahead while fewer free blocks than this are left."""
+    spill_queue_blocks: int = _key(256, "an int in [1, 2**20]", _whole(1, 1 << 20))
+    """Longest queue of copies on their way down; beyond it the coldest is dropped and counted."""
+
+    # load or recompute
+    fetch_deadline_seconds: float = _key(1.0, "a number in (0, 3600]", _real(0, 3600, above=True))
+    """A fetch that takes longer is given up and recomputed."""
+    prefill_tokens_per_second: float = _key(2000.0, "a number > 0", _real(0, 1e12, above=True))
+    """First estimate of prefill speed; measured from then on."""
+    load_always: bool = _key(False, "true or false", _truth)
+    """Fetch what is stored even where recomputing looks cheaper (for tests and comparisons)."""
+
+    # behaviour
+    io_threads: str = _key("thread", "thread or inline", _one_of("thread", "inline"))
+    """Where tiers copy: a thread each, or inside the call (simulation, tests)."""
+    share: bool = _key(False, "true or false", _truth)
+    """Copies may leave this process: needs an identity with known weights."""
+    lease_seconds: float = _key(30.0, "a number in (0, 86400]", _real(0, 86400, above=True))
+    """Longest life of a pin that is not renewed."""
+    placeholder_ids: tuple[int, ...] = _key((), "token ids in [0, 2**32), as a list or as text '1, 2'", _token_ids)
+    """Token ids that stand for media: without a Media over them they are refused."""
+    event_queue_limit: int = _key(4096, "an int in [1, 2**20]", _whole(1, 1 << 20))
+    debug_poison: bool = _key(False, "true or false", _truth)
+    """Fill freed slots with NaN, so that a read of them shows."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            object.__setattr__(self, one.name, _read(one.name, one.metadata, value))
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any], *, source: str = "settings") -> KVStoreConfig:
+        """From keys and values, e.g. a parsed file."""
+        _refuse_unknown(settings, source)
+        return cls(**settings)
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "TOML text") -> KVStoreConfig:
+        """From TOML: the table [kvstore], or the top level where there is none. Other tables are not ours."""
+        return cls.from_mapping(_parse_toml(text, source), source=source)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> KVStoreConfig:
+        """From a file (None: defaults) and the environment over it (None: os.environ)."""
+        settings: dict[str, Any] = {}
+        if path is not None:
+            try:
+                text = Path(path).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}: cannot be read ({error}); expected a TOML file in UTF-8") from error
+            settings |= _parse_toml(text, str(path))
+        _refuse_unknown(settings, str(path))
+        return cls(**settings).with_environment(os.environ if environ is None else environ)
+
+    def with_environment(self, environ: Mapping[str, str]) -> KVStoreConfig:
+        """A copy with every KVSTORE_<KEY> of `environ` applied."""
+        given: dict[str, Any] = {
+            name.removeprefix(ENV_PREFIX).lower(): value
+            for name, value in environ.items()
+            if name.startswith(ENV_PREFIX)
+        }
+        _refuse_unknown(given, f"environment ({ENV_PREFIX}*)")
+        for name, value in given.items():
+            metadata = next(one.metadata for one in fields(self) if one.name == name)
+            _read(f"{ENV_PREFIX}{name.upper()}", metadata, value)
+        return replace(self, **given)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Keys and values, ready for from_mapping."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+def _read(name: str, metadata: Mapping[Any, Any], value: Any) -> Any:
+    try:
+        return metadata["read"](value)
+    except (_RefusedError, OverflowError):
+        kind = type(value).__name__
+        raise ConfigError(f"{name}: got {value!r} ({kind}); expected {metadata['expected']}") from None
+
+
+def _refuse_unknown(settings: Mapping[str, Any], source: str) -> None:
+    known = [one.name for one in fields(KVStoreConfig)]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{source}: unknown key {name!r}{hint} Expected one of {', '.join(known)}")
+
+
+def _parse_toml(text: str, source: str) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not TOML ({error})") from error
+    table = document.get(TOML_TABLE, document)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: key {TOML_TABLE!r} is {table!r}; expected a table")
+    return table

@@ -1,0 +1,176 @@
+"""Load or recompute: what a copy costs to fetch against what its tokens cost to compute.
+
+Each tier has a running estimate of latency and bandwidth, the engine one of prefill speed. Estimates follow what was
+measured, with old measurements fading, so a tier that slows down is left alone after a few transfers and tried again
+when the estimate has grown stale. Numbers only; called under the store's lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from allocator.errors import UsageError
+
+_FADE = 0.9  # weight that a measurement keeps when the next one comes
+_MIN_SECONDS = 1e-9
+_RETRY_AFTER = 64  # refusals of a tier in a row after which one fetch is tried, to learn whether it has recovered
+
+
+class LinearCost:
+    """seconds = latency_seconds + bytes / bytes_per_second, fitted to fading measurements.
+
+    The starting guess counts as one measurement, so the first real one already moves the estimate.
+    """
+
+    def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
+        if not (latency_seconds >= 0 and math.isfinite(latency_seconds)):
+            raise UsageError(f"latency_seconds: got {latency_seconds}; expected a number >= 0")
+        if not (bytes_per_second > 0 and math.isfinite(bytes_per_second)):
+            raise UsageError(f"bytes_per_second: got {bytes_per_second}; expected a number > 0")
+        self.latency_seconds = latency_seconds
+        self.bytes_per_second = bytes_per_second
+        self.measured_count = 0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def seconds(self, byte_count: int) -> float:
+        return self.latency_seconds + byte_count / self.bytes_per_second
+
+    def observe(self, byte_count: int, seconds: float) -> None:
+        """One transfer that took `seconds`. Nonsense (negative, NaN, zero bytes) is ignored."""
+        if byte_count <= 0 or not seconds >= 0 or not math.isfinite(seconds):
+            return
+        self.measured_count += 1
+        x, y = float(byte_count), max(seconds, _MIN_SECONDS)
+        self._weight = self._weight * _FADE + 1
+        self._x = self._x * _FADE + x
+        self._y = self._y * _FADE + y
+        self._xx = self._xx * _FADE + x * x
+        self._xy = self._xy * _FADE + x * y
+        self._fit()
+
+    def _fit(self) -> None:
+        spread = self._weight * self._xx - self._x * self._x
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        if spread > 1e-3 * self._x * self._x:  # sizes differ enough to tell latency from bandwidth
+            slope = (self._weight * self._xy - self._x * self._y) / spread
+            latency = mean_y - slope * mean_x
+            if slope > 0 and latency >= 0:
+                self.latency_seconds, self.bytes_per_second = latency, 1 / slope
+                return
+        # One size only, or noise: scale the present line so that it passes through the mean.
+        scale = mean_y / max(self.seconds(int(mean_x)), _MIN_SECONDS)
+        self.latency_seconds *= scale
+        self.bytes_per_second /= scale
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to load, and why: both prices in seconds and a sentence for people."""
+
+    load: bool
+    load_seconds: float
+    recompute_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring blocks of a prompt that lie in one tier: `tokens` would be saved by moving `byte_count` bytes."""
+
+    tier: str
+    tokens: int
+    byte_count: int
+
+
+class CostModel:
+    """See the module.
+
+    prefill_tokens_per_second  first estimate of prefill speed
+    latency_seconds, bytes_per_second  first estimate of a tier that has not been measured
+    """
+
+    def __init__(
+        self,
+        *,
+        prefill_tokens_per_second: float,
+        latency_seconds: float = 100e-6,
+        bytes_per_second: float = 4e9,
+        always_load: bool = False,
+    ) -> None:
+        if not (prefill_tokens_per_second > 0 and math.isfinite(prefill_tokens_per_second)):
+            raise UsageError(f"prefill_tokens_per_second: got {prefill_tokens_per_second}; expected a number > 0")
+        self.prefill_tokens_per_second = prefill_tokens_per_second
+        self.always_load = always_load
+        self._start = (latency_seconds, bytes_per_second)
+        self._tiers: dict[str, LinearCost] = {}
+        self._refused: dict[str, int] = {}
+        self._prefill = (0.0, 0.0)  # fading sums: tokens, seconds
+
+    def tier(self, name: str) -> LinearCost:
+        """The estimate of one tier, made on first use."""
+        cost = self._tiers.get(name)
+        if cost is None:
+            cost = self._tiers[name] = LinearCost(*self._start)
+        return cost
+
+    def observe_load(self, tier: str, byte_count: int, seconds: float) -> None:
+        """A fetch of `byte_count` bytes took `seconds`, from submit to completion."""
+        self.tier(tier).observe(byte_count, seconds)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A prefill of `tokens` took `seconds`."""
+        if tokens <= 0 or not seconds > 0 or not math.isfinite(seconds):
+            return
+        summed_tokens = self._prefill[0] * _FADE + tokens
+        summed_seconds = self._prefill[1] * _FADE + seconds
+        self._prefill = (summed_tokens, summed_seconds)
+        self.prefill_tokens_per_second = summed_tokens / summed_seconds
+
+    def decide(self, byte_counts: Mapping[str, int], tokens: int, *, queued_bytes: int = 0) -> Decision:
+        """Load `byte_counts` (bytes by tier) or compute `tokens` again. Tiers load one after the other: times add up.
+
+        queued_bytes: what these tiers still have to move before our turn, priced at the slowest of them.
+        """
+        if tokens <= 0 or not byte_counts:
+            return Decision(False, 0.0, 0.0, "nothing to load")
+        load = sum(self.tier(name).seconds(count) for name, count in byte_counts.items())
+        load += max(queued_bytes / self.tier(name).bytes_per_second for name in byte_counts)
+        compute = tokens / self.prefill_tokens_per_second
+        total = sum(byte_counts.values())
+        tiers = "+".join(byte_counts)
+        prices = f"{total} bytes from {tiers} take {load * 1e3:.3g} ms, {tokens} tokens {compute * 1e3:.3g} ms"
+        if self.always_load:
+            return Decision(True, load, compute, f"always load: {prices}")
+        if load < compute:
+            return Decision(True, load, compute, f"load: {prices}")
+        return Decision(False, load, compute, f"recompute: {prices}")
+
+    def should_load(self, byte_counts: Mapping[str, int], tokens: int, *, queued_bytes: int = 0) -> bool:
+        """decide(), with a try now and then of a tier that has long been refused: its estimate may be out of date."""
+        decision = self.decide(byte_counts, tokens, queued_bytes=queued_bytes)
+        for name in byte_counts:
+            self._refused[name] = 0 if decision.load else self._refused.get(name, 0) + 1
+        if not decision.load and byte_counts and min(self._refused[name] for name in byte_counts) >= _RETRY_AFTER:
+            for name in byte_counts:
+                self._refused[name] = 0
+            return tokens > 0
+        return decision.load
+
+    def leading_stretches(self, stretches: Sequence[Stretch]) -> int:
+        """How many leading stretches to load so that loading them and computing the rest is quickest.
+
+        A stretch helps only with all before it. A tier's latency is paid once.
+        """
+        best_count, best_gain, gain = 0, 0.0, 0.0
+        seen: set[str] = set()
+        for count, stretch in enumerate(stretches, start=1):
+            cost = self.tier(stretch.tier)
+            gain += stretch.tokens / self.prefill_tokens_per_second - stretch.byte_count / cost.bytes_per_second
+            if stretch.tier not in seen:
+                seen.add(stretch.tier)
+                gain -= cost.latency_seconds
+            if gain > best_gain or (self.always_load and stretch.tokens > 0):
+                best_count, best_gain = count, max(gain, best_gain)
+        return best_count
