@@ -1,0 +1,321 @@
+"""Attention over mixed full and INT4 blocks in plain torch: the reference of every faster path, and their fallback.
+
+Prefill pieces go one by one through scaled_dot_product_attention with a mask aligned to their context. Decode and
+verify slices go in buckets: one gather of all their full blocks, one decode of each INT4 block however many sequences
+read it, then scores, one softmax over both kinds, and V summed. V of INT4 blocks stays in the codec's rotated space
+until it is summed; the sum is rotated back once per head.
+
+A masked key must still be a finite number, since 0 * NaN is NaN: what nobody has written is cleared or cut off before
+it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from allocator import UsageError
+from engine_adapter.attention import AttentionSettings
+from engine_adapter.attention.step_plan import DecodeBucket, PrefillPiece, plan_group
+from engine_adapter.batch import StepBatch
+from engine_adapter.paged_cache import PagedCache, RowIndex
+
+BUCKET_BYTES = 4 << 20
+"""K and V that one bucket gathers per layer: small enough to stay in a core's caches until they are used."""
+
+
+class _Tokens(NamedTuple):
+    """This step's tensors in one layer: query [tokens, heads, key_dim], keys and values [tokens, kv_heads, dim]."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A prefill piece ready for any layer. mask: bool[row_count, key_count], None where causal order is enough."""
+
+    piece: PrefillPiece
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A decode bucket ready for any layer.
+
+    mask: float32[sequences, queries, 1, keys], 0 or -inf. cold_rows: int64[...] picks decoded blocks into the layout
+    [sequences, cold_blocks], None without any. unwritten: int64 places in [sequences, full_blocks * block_tokens].
+    """
+
+    rows: torch.Tensor
+    shape: tuple[int, int]
+    full: RowIndex
+    full_blocks: int
+    cold_rows: torch.Tensor | None
+    mask: torch.Tensor
+    unwritten: tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """A step for one cache group; cold_slots: int64[unique], None when no bucket reads INT4 blocks."""
+
+    cache: PagedCache
+    group: int
+    pieces: tuple[_Piece, ...]
+    buckets: tuple[_Bucket, ...]
+    cold_slots: torch.Tensor | None
+
+
+class TorchPagedAttention:
+    """The torch AttentionBackend. Keeps nothing between steps."""
+
+    name = "torch"
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = bucket_bytes
+
+    def plan(self, cache: PagedCache, group: int, batch: StepBatch) -> TorchPlan:
+        """See AttentionBackend.plan."""
+        found = cache.geometry.groups[group]
+        block_tokens = cache.geometry.block_tokens
+        block_bytes = block_tokens * found.kv_heads * (found.key_dim + found.value_dim) * cache.geometry.dtype_bytes
+        planned = plan_group(
+            batch, group, block_tokens, found.window_tokens, max(1, self._bucket_bytes // block_bytes)
+        )
+        cold = cache.tensor(planned.cold_slots) if len(planned.cold_slots) else None
+        return TorchPlan(
+            cache=cache,
+            group=group,
+            pieces=tuple(_ready_piece(piece, found.window_tokens, cache.device) for piece in planned.pieces),
+            buckets=tuple(
+                _ready_bucket(bucket, cache, group, found.window_tokens, block_tokens) for bucket in planned.buckets
+            ),
+            cold_slots=cold,
+        )
+
+    def attend(
+        self,
+        plan: TorchPlan,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        settings: AttentionSettings,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend."""
+        tokens = _Tokens(query, keys, values)
+        value_dim = _value_dim(values, settings)
+        out = query.new_empty((query.shape[0], query.shape[1], value_dim))
+        for piece in plan.pieces:
+            first = piece.piece.first_row
+            out[first : first + piece.piece.row_count] = _attend_piece(plan, piece, layer, tokens, settings)
+        cold: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        rotated = plan.cache.can_rotate(plan.group)
+        if plan.cold_slots is not None:
+            cold = plan.cache.read_cold(layer, plan.cold_slots, query.dtype, rotated=rotated)
+        for bucket in plan.buckets:
+            found = _attend_bucket(plan, bucket, layer, tokens, settings, cold)
+            out[bucket.rows] = found
+        return out
+
+
+def _value_dim(values: torch.Tensor | None, settings: AttentionSettings) -> int:
+    if settings.latent_value_dim is not None:
+        return settings.latent_value_dim
+    if values is None:
+        raise UsageError("a layer without V needs settings.latent_value_dim")
+    return values.shape[-1]
+
+
+# ---- planning
+
+
+def _ready_piece(piece: PrefillPiece, window_tokens: int | None, device: torch.device) -> _Piece:
+    if window_tokens is None and piece.row_count == piece.key_count:
+        return _Piece(piece, None)
+    queries = torch.arange(piece.first_position, piece.first_position + piece.row_count, device=device)[:, None]
+    keys = torch.arange(piece.key_start, piece.key_start + piece.key_count, device=device)[None, :]
+    mask = keys <= queries
+    if window_tokens is not None:
+        mask &= keys > queries - window_tokens
+    return _Piece(piece, mask)
+
+
+def _ready_bucket(
+    bucket: DecodeBucket, cache: PagedCache, group: int, window_tokens: int | None, block_tokens: int
+) -> _Bucket:
+    positions = cache.tensor(bucket.key_positions)[:, None, :]
+    queries = cache.tensor(bucket.query_positions)[:, :, None]
+    hidden = positions > queries
+    if window_tokens is not None:
+        hidden |= positions <= queries - window_tokens
+    mask = torch.zeros(hidden.shape, dtype=torch.float32, device=cache.device).masked_fill_(hidden, float("-inf"))
+    full_blocks = bucket.full_slots.shape[1]
+    unwritten = None
+    if len(bucket.unwritten):
+        places = cache.tensor(bucket.unwritten)
+        unwritten = (places // (full_blocks * block_tokens), places % (full_blocks * block_tokens))
+    return _Bucket(
+        rows=cache.tensor(bucket.rows),
+        shape=(bucket.rows.shape[0], bucket.rows.shape[1]),
+        full=cache.full_index(group, cache.tensor(bucket.full_slots)),
+        full_blocks=full_blocks,
+        cold_rows=cache.tensor(bucket.cold_index) if bucket.cold_index.shape[1] else None,
+        mask=mask[:, :, None, :],
+        unwritten=unwritten,
+    )
+
+
+# ---- prefill
+
+
+def _attend_piece(
+    plan: TorchPlan, ready: _Piece, layer: int, tokens: _Tokens, settings: AttentionSettings
+) -> torch.Tensor:
+    """Tensor[row_count, query_heads, value_dim]."""
+    piece = ready.piece
+    keys, values = _piece_keys(plan, piece, layer, tokens)
+    if settings.latent_value_dim is not None:
+        values = keys[..., : settings.latent_value_dim]
+    kv_heads, count = keys.shape[0], piece.row_count
+    query = tokens.query[piece.first_row : piece.first_row + count].transpose(0, 1)
+    query = query.reshape(kv_heads, -1, count, query.shape[-1])  # [kv_heads, queries of a head, count, key_dim]
+    if settings.softcap is None and settings.sinks is None and keys.shape[-1] == values.shape[-1]:
+        groups = query.shape[1]
+        # K and V are the same for all query heads of a KV head: expanded by stride, not copied.
+        found = scaled_dot_product_attention(
+            query,
+            keys[:, None].expand(-1, groups, -1, -1),
+            values[:, None].expand(-1, groups, -1, -1),
+            attn_mask=ready.mask,
+            is_causal=ready.mask is None,
+            scale=settings.scaling,
+        )
+    else:
+        found = _explicit_piece(query, keys, values, ready, settings)
+    return found.flatten(0, 1).transpose(0, 1)
+
+
+def _piece_keys(
+    plan: TorchPlan, piece: PrefillPiece, layer: int, tokens: _Tokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K Tensor[kv_heads, key_count, key_dim] and V that the piece sees, in query's dtype."""
+    if piece.fresh_row is not None:
+        span = slice(piece.fresh_row, piece.fresh_row + piece.key_count)
+        keys = tokens.keys[span].transpose(0, 1)
+        return keys, keys if tokens.values is None else tokens.values[span].transpose(0, 1)
+    dtype = tokens.query.dtype
+    keys, values = plan.cache.gather(layer, piece.entries)
+    return keys[:, : piece.key_count].to(dtype), values[:, : piece.key_count].to(dtype)
+
+
+def _explicit_piece(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ready: _Piece, settings: AttentionSettings
+) -> torch.Tensor:
+    """Scores written out, for what scaled_dot_product_attention has no word for: softcap, sinks, V of another dim."""
+    kv_heads, groups, count, _ = query.shape
+    scores = _scores(query.flatten(1, 2), keys, settings.scaling).view(kv_heads, groups, count, -1)
+    if settings.softcap is not None:
+        scores = torch.tanh(scores / settings.softcap) * settings.softcap
+    mask = ready.mask
+    if mask is None:
+        mask = torch.ones((count, keys.shape[1]), dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sinks = None if settings.sinks is None else settings.sinks.float().view(kv_heads, groups, 1, 1)
+    weights = _softmax(scores, sinks).to(query.dtype).view(kv_heads, groups * count, -1)
+    return torch.bmm(weights, values.to(weights.dtype)).view(kv_heads, groups, count, -1)
+
+
+# ---- decode
+
+
+def _attend_bucket(
+    plan: TorchPlan,
+    bucket: _Bucket,
+    layer: int,
+    tokens: _Tokens,
+    settings: AttentionSettings,
+    cold: tuple[torch.Tensor, torch.Tensor | None] | None,
+) -> torch.Tensor:
+    """Tensor[sequences, queries, query_heads, value_dim]."""
+    sequences, queries = bucket.shape
+    heads, dtype = tokens.query.shape[1], tokens.query.dtype
+    full_keys, full_values = _full_part(plan.cache, bucket, layer)
+    kv_heads = full_keys.shape[1]
+    groups = heads // kv_heads
+    query = tokens.query[bucket.rows].view(sequences, queries, kv_heads, groups, -1)
+    query = query.transpose(1, 2).reshape(sequences * kv_heads, queries * groups, -1)
+    keys = [full_keys.to(dtype).flatten(0, 1)]
+    values = [full_values.to(dtype).flatten(0, 1)]
+    if bucket.cold_rows is not None and cold is not None:
+        keys.append(_pick_cold(cold[0], bucket.cold_rows))
+        values.append(_pick_cold(cold[1], bucket.cold_rows) if cold[1] is not None else keys[-1])
+    if settings.latent_value_dim is not None:
+        values = [part[..., : settings.latent_value_dim] for part in keys]
+    parts = [_scores(query, part, settings.scaling) for part in keys]
+    scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    scores = scores.view(sequences, kv_heads, queries, groups, -1)
+    if settings.softcap is not None:
+        scores = torch.tanh(scores / settings.softcap) * settings.softcap
+    scores += bucket.mask[:, None]
+    sinks = None if settings.sinks is None else settings.sinks.float().view(1, kv_heads, 1, groups, 1)
+    weights = _softmax(scores, sinks).to(dtype).view(sequences * kv_heads, queries * groups, -1)
+    found = torch.bmm(weights[..., : keys[0].shape[1]], values[0])
+    if len(values) > 1:
+        summed = torch.bmm(weights[..., keys[0].shape[1] :], values[1])
+        found = found + (_rotate_back(summed) if plan.cache.can_rotate(plan.group) else summed)
+    found = found.view(sequences, kv_heads, queries, groups, -1).transpose(1, 2)
+    return found.reshape(sequences, queries, heads, -1)
+
+
+def _full_part(cache: PagedCache, bucket: _Bucket, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Full blocks of a bucket, [sequences, kv_heads, tokens, dim] each, with all that nobody wrote cleared."""
+    keys, values = cache.read_full(layer, bucket.full, (bucket.shape[0], bucket.full_blocks))
+    if bucket.unwritten is not None:
+        sequence, token = bucket.unwritten
+        keys[sequence, :, token] = 0
+        values[sequence, :, token] = 0
+    return keys, values
+
+
+def _pick_cold(decoded: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """decoded Tensor[blocks, kv_heads, block_tokens, dim], rows int64[sequences, picked]
+    -> Tensor[sequences * kv_heads, picked * block_tokens, dim]."""
+    sequences, picked = rows.shape
+    blocks, kv_heads, block_tokens, dim = decoded.shape
+    flat = rows[:, None, :] * kv_heads + torch.arange(kv_heads, device=rows.device)[None, :, None]
+    found = decoded.view(blocks * kv_heads, block_tokens * dim).index_select(0, flat.reshape(-1))
+    return found.view(sequences * kv_heads, picked * block_tokens, dim)
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """query [n, queries, dim] times keys [n, tokens, dim], scaled, float32 [n, queries, tokens].
+
+    In 16-bit dtypes a product comes back rounded to 8 or 11 bits, which on scores of 16 is an error of several
+    percent in the weights. The second product returns what the first one lost: the sum is nearly float32.
+    """
+    turned = keys.transpose(-1, -2)
+    first = torch.bmm(query, turned)
+    if first.dtype == torch.float32:
+        return first.mul_(scaling)
+    rest = torch.baddbmm(first, query, turned, beta=-1)
+    return first.float().add_(rest).mul_(scaling)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last dim of float32 scores; sinks, broadcastable with last dim 1, take a share for nothing."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
+def _rotate_back(summed: torch.Tensor) -> torch.Tensor:
+    from quant import rotate_back
+
+    return rotate_back(summed)

@@ -1,0 +1,315 @@
+"""The slab as attention sees it: write this step's KV by slot, read blocks by table entry, full or INT4.
+
+One object per model and device, over one `allocator.Slab`. Used by the thread that runs the model, while it holds no
+lock: the store hands out only slots that stay as they are until the step is over.
+
+Table entries are int64, slot << 1 | form: form 0 is a block in full precision, form 1 a block of INT4 records; -1 is
+a block that the window dropped. Layout of a full block: [layers, kv_heads, (K, V), block_tokens, dim]. All offsets
+are 64 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from allocator import ConfigError, KVGeometry, UsageError
+from engine_adapter.batch import Int64Array
+from quant import BlockShape
+
+if TYPE_CHECKING:
+    from allocator import Slab
+    from quant import BlockCodec
+
+
+class _RangedCodec(Protocol):
+    """A record codec: any layer range of its payload decodes on its own."""
+
+    def for_range(self, layers: slice, kv_heads: slice) -> BlockCodec: ...
+
+    def head_offsets(self, shape: BlockShape) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """Where rows of a group lie for its first layer; other layers add a constant (PagedCache.read_full, write).
+
+    keys, values: int64 tensors. In a dense group they number rows of one matrix (values None: they are in `keys`,
+    after the keys); else they hold slots, and for a write the offsets inside them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor | None
+
+
+class PagedCache:
+    """Reads and writes the KV of every layer in a slab.
+
+    slab: allocator.Slab cut for `geometry`. cold_codec: codec of the INT4 slots, None when there are none.
+    Raises ConfigError when slab and geometry do not fit each other.
+    """
+
+    def __init__(self, slab: Slab, geometry: KVGeometry, cold_codec: BlockCodec | None = None) -> None:
+        self.slab = slab
+        self.geometry = geometry
+        self.cold_codec = cold_codec
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
+        self._groups = [_GroupRows(slab, geometry, group, cold_codec) for group in range(len(geometry.groups))]
+        self.device = self._groups[0].full.device
+        self._places = {
+            layer: (group, position)
+            for group, found in enumerate(geometry.groups)
+            for position, layer in enumerate(found.layers)
+        }
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """(group, position inside the group) of a model layer. Raises UsageError for a layer the geometry lacks."""
+        try:
+            return self._places[layer]
+        except KeyError:
+            raise UsageError(f"layer {layer} is in no cache group; the geometry has {len(self._places)} layers") from None
+
+    # ---- write
+
+    def write_index(self, group: int, slot_mapping: Int64Array) -> RowIndex:
+        """Where tokens are written: int64[tokens], slot * block_tokens + offset. Once per step, good for all layers."""
+        return self._groups[group].write_index(slot_mapping)
+
+    def write(
+        self, layer: int, slot_mapping: Int64Array | RowIndex, keys: torch.Tensor, values: torch.Tensor | None
+    ) -> None:
+        """Store the KV of tokens in one layer.
+
+        slot_mapping: int64[tokens], or the RowIndex made of it. keys: Tensor[tokens, kv_heads, key_dim];
+        values: Tensor[tokens, kv_heads, value_dim], None for a latent group; any strides, cast to the cache's dtype.
+        """
+        group, position = self.place(layer)
+        rows = self._groups[group]
+        index = slot_mapping if isinstance(slot_mapping, RowIndex) else rows.write_index(slot_mapping)
+        expected = (rows.kv_heads, rows.key_dim), (rows.kv_heads, rows.value_dim)
+        found = tuple(keys.shape[1:]), tuple(values.shape[1:]) if values is not None else (rows.kv_heads, 0)
+        if found != expected:
+            raise ConfigError(
+                f"layer {layer} brings keys {list(keys.shape)} and values "
+                f"{list(values.shape) if values is not None else None}; the geometry expects "
+                f"[tokens, kv_heads, dim] with heads and dims {expected}"
+            )
+        rows.write(position, index, keys.to(self.dtype), None if values is None else values.to(self.dtype))
+
+    # ---- read
+
+    def full_index(self, group: int, slots: torch.Tensor) -> RowIndex:
+        """Rows of full blocks: slots int64[..., blocks] of any shape, on the cache's device."""
+        return self._groups[group].full_index(slots)
+
+    def read_full(self, layer: int, index: RowIndex, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy full blocks out: shape (sequences, blocks) of the slots given to full_index.
+
+        Returns keys Tensor[sequences, kv_heads, blocks * block_tokens, key_dim] and values likewise (a latent group's
+        values are empty, dim 0), in the cache's dtype, contiguous. Bytes of unwritten tokens come along as they are.
+        """
+        group, position = self.place(layer)
+        return self._groups[group].read_full(position, index, shape)
+
+    def read_cold(
+        self, layer: int, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decode INT4 blocks: slots int64[blocks] -> keys Tensor[blocks, kv_heads, block_tokens, key_dim], values.
+
+        rotated: leave V in the codec's rotated space (only where `can_rotate`); sum it there and rotate_back the sum.
+        """
+        group, position = self.place(layer)
+        return self._groups[group].read_cold(position, slots, dtype, rotated=rotated)
+
+    def can_rotate(self, group: int) -> bool:
+        """Whether read_cold can leave V rotated: the cold codec is int4 and the group has V."""
+        return self._groups[group].can_rotate
+
+    def gather(self, layer: int, entries: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """KV of one sequence, in order: entries int64[blocks], full and INT4 mixed, none dropped.
+
+        Returns keys Tensor[kv_heads, blocks * block_tokens, key_dim] and values, in the cache's dtype. The caller
+        cuts what lies beyond the written tokens. Raises UsageError for a dropped entry.
+        """
+        keys, values = self.gather_batch(layer, [entries])
+        return keys[0], values[0]
+
+    def gather_batch(self, layer: int, tables: Sequence[Int64Array]) -> tuple[torch.Tensor, torch.Tensor]:
+        """KV of several sequences, each in order, padded to the longest with zeros.
+
+        Returns keys Tensor[sequences, kv_heads, longest * block_tokens, key_dim] and values likewise.
+        """
+        group, _ = self.place(layer)
+        rows = self._groups[group]
+        longest = max(len(table) for table in tables)
+        padded = np.full((len(tables), longest), -1, np.int64)
+        for at, table in enumerate(tables):
+            if (np.asarray(table) < 0).any():
+                raise UsageError(f"layer {layer}: a table to gather holds a dropped block (entry -1)")
+            padded[at, : len(table)] = table
+        flat = padded.reshape(-1)
+        shape = (len(tables), rows.kv_heads, longest, rows.block_tokens)
+        keys = torch.zeros((*shape, rows.key_dim), dtype=self.dtype, device=self.device)
+        values = torch.zeros((*shape, rows.value_dim), dtype=self.dtype, device=self.device)
+        for form in (0, 1):
+            at = np.flatnonzero((flat >= 0) & (flat & 1 == form))
+            if not len(at):
+                continue
+            slots = self.tensor(flat[at] >> 1)
+            if form == 0:
+                found_keys, found_values = self.read_full(layer, self.full_index(group, slots[:, None]), (len(at), 1))
+            else:
+                found_keys, decoded = self.read_cold(layer, slots, self.dtype, rotated=False)
+                found_values = found_keys[..., :0] if decoded is None else decoded
+            sequence, block = self.tensor(at // longest), self.tensor(at % longest)
+            keys[sequence, :, block] = found_keys
+            values[sequence, :, block] = found_values
+        return keys.flatten(2, 3), values.flatten(2, 3)
+
+    def tensor(self, array: Int64Array) -> torch.Tensor:
+        """An index array on the cache's device; a copy, so that the array may change while a device still reads."""
+        return torch.tensor(array, dtype=torch.int64, device=self.device)
+
+
+class _GroupRows:
+    """One group's share of the slab. `dense`: keys and values of one dim, slots without gaps: one matrix of rows."""
+
+    def __init__(self, slab: Slab, geometry: KVGeometry, group: int, cold_codec: BlockCodec | None) -> None:
+        found = geometry.groups[group]
+        self.group = group
+        self.slab = slab
+        self.layers = len(found.layers)
+        self.kv_heads = found.kv_heads
+        self.key_dim = found.key_dim
+        self.value_dim = found.value_dim
+        self.block_tokens = geometry.block_tokens
+        self.full = slab.full_view(group)
+        wanted = (self.layers, self.kv_heads, self.block_tokens * (self.key_dim + self.value_dim))
+        if tuple(self.full.shape[1:]) != wanted or self.full.dtype != getattr(torch, geometry.dtype):
+            raise ConfigError(
+                f"the slab's blocks of group {group} are {list(self.full.shape[1:])} {self.full.dtype}; "
+                f"the geometry expects {list(wanted)} {geometry.dtype}"
+            )
+        self.dense = self.full.is_contiguous() and self.key_dim == self.value_dim
+        self.cold_codec = cold_codec
+        if not self.dense:
+            self.keys_view = slab.keys_view(group)
+            self.values_view = slab.values_view(group) if self.value_dim else None
+            return
+        self.parts = 2 * self.kv_heads
+        self.block_rows = self.full.view(-1, self.block_tokens * self.key_dim)
+        self.token_rows = self.full.view(-1, self.key_dim)
+        heads = torch.arange(self.kv_heads, device=self.full.device)
+        # Row of K of a head among a block's rows of one layer; V follows.
+        self.part_rows = torch.stack((2 * heads, 2 * heads + 1))
+
+    # ---- full blocks
+
+    def write_index(self, slot_mapping: Int64Array) -> RowIndex:
+        mapping = torch.tensor(slot_mapping, dtype=torch.int64, device=self.full.device)
+        slots, offsets = mapping // self.block_tokens, mapping % self.block_tokens
+        if not self.dense:
+            return RowIndex(slots, offsets)
+        parts = self.part_rows * self.block_tokens
+        base = slots * (self.layers * self.parts * self.block_tokens) + offsets
+        rows = parts[:, None, :] + base[None, :, None]  # [K or V, tokens, kv_heads]
+        return RowIndex(rows[0].reshape(-1), rows[1].reshape(-1))
+
+    def write(self, position: int, index: RowIndex, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        assert index.values is not None
+        if self.dense and values is not None:
+            shift = position * self.parts * self.block_tokens
+            self.token_rows.index_copy_(0, index.keys + shift, keys.reshape(-1, self.key_dim))
+            self.token_rows.index_copy_(0, index.values + shift, values.reshape(-1, self.value_dim))
+            return
+        slots, offsets = index.keys, index.values
+        self.keys_view[slots, position, :, offsets] = keys
+        if values is not None and self.values_view is not None:
+            self.values_view[slots, position, :, offsets] = values
+
+    def full_index(self, slots: torch.Tensor) -> RowIndex:
+        if not self.dense:
+            return RowIndex(slots, None)
+        base = slots * (self.layers * self.parts)
+        # [K or V, sequences, kv_heads, blocks]
+        rows = self.part_rows[:, None, :, None] + base[None, :, None, :]
+        return RowIndex(rows.reshape(-1), None)
+
+    def read_full(self, position: int, index: RowIndex, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        sequences, blocks = shape
+        tokens = blocks * self.block_tokens
+        if self.dense:
+            found = torch.index_select(self.block_rows, 0, index.keys + position * self.parts)
+            both = found.view(2, sequences, self.kv_heads, tokens, self.key_dim)
+            return both[0], both[1]
+        keys = self.keys_view[index.keys, position].transpose(1, 2)  # [sequences, kv_heads, blocks, block_tokens, dim]
+        keys = keys.reshape(sequences, self.kv_heads, tokens, self.key_dim)
+        if self.values_view is None:
+            return keys, keys[..., :0]
+        values = self.values_view[index.keys, position].transpose(1, 2)
+        return keys, values.reshape(sequences, self.kv_heads, tokens, self.value_dim)
+
+    # ---- INT4 blocks
+
+    @property
+    def can_rotate(self) -> bool:
+        return self.cold_codec is not None and self.cold_codec.name == "int4" and self.value_dim > 0
+
+    def read_cold(
+        self, position: int, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        codec: Any = self.cold_codec
+        if codec is None:
+            raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
+        first, last = self._layer_bytes(position)
+        extent, inside = self.slab.cold_index(self.group, slots)
+        payload = self.slab.cold_view(self.group)[extent, inside, first:last]  # a copy: uint8[blocks, layer bytes]
+        if rotated:
+            return self._decode_rotated(codec, position, payload, dtype)
+        shape = (len(slots), 1, self.kv_heads, self.block_tokens)
+        keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=payload.device)
+        values = torch.empty((*shape, self.value_dim), dtype=dtype, device=payload.device) if self.value_dim else None
+        codec.for_range(slice(position, position + 1), slice(0, self.kv_heads)).decode_into(payload, keys, values)
+        return keys[:, 0], None if values is None else values[:, 0]
+
+    def _decode_rotated(
+        self, codec: Any, position: int, payload: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from quant import decode_records_rotated, record_bytes
+
+        runs = self.block_tokens // 16
+        shape = (len(payload), self.kv_heads, self.block_tokens)
+        keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=payload.device)
+        values = torch.empty((*shape, self.value_dim), dtype=dtype, device=payload.device)
+        head, at = 0, 0
+        while head < self.kv_heads:
+            bits = codec.bits.pair(position, head)
+            end = head + 1
+            while end < self.kv_heads and codec.bits.pair(position, end) == bits:
+                end += 1
+            size = record_bytes(self.key_dim, self.value_dim, *bits)
+            span = (end - head) * runs * size
+            records = payload[:, at : at + span].reshape(-1, size)
+            found_keys, found_values = decode_records_rotated(
+                records, self.key_dim, self.value_dim, dtype, key_bits=bits[0], value_bits=bits[1]
+            )
+            assert found_values is not None
+            if end - head == self.kv_heads:
+                return found_keys.view(keys.shape), found_values.view(values.shape)
+            part = (len(payload), end - head, self.block_tokens)
+            keys[:, head:end] = found_keys.view(*part, self.key_dim)
+            values[:, head:end] = found_values.view(*part, self.value_dim)
+            head, at = end, at + span
+        return keys, values
+
+    def _layer_bytes(self, position: int) -> tuple[int, int]:
+        """First and last byte of a layer's records inside an INT4 slot."""
+        codec: Any = self.cold_codec
+        shape = BlockShape(self.layers, self.kv_heads, self.block_tokens, self.key_dim, self.value_dim)
+        offsets = codec.head_offsets(shape)
+        end = offsets[position + 1][0] if position + 1 < self.layers else codec.encoded_bytes(shape, self.full.dtype)
+        return offsets[position][0], end
