@@ -1,0 +1,378 @@
+"""The reference engine: continuous batching over a paged model runner and a `KVStore`.
+
+A step drains the store's completions, starts what has loaded, admits what fits, makes room for every slice (preempting
+the newest if it must), asks for tables and places only then, runs the model once, and commits what is final: prompt
+chunks, the fed token, accepted drafts. Rejected drafts are rolled back before the commit, so only committed tokens are
+ever sealed. Nothing about blocks is kept between steps.
+
+One thread: `submit`, `abort`, `step` and `run` are called from the same thread; callbacks of a request may call
+`submit` and `abort`. The clock is injected and only measured, never decided upon, except that `run` gives up on a
+stream after a minute without any progress.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, UsageError
+from engine_adapter.adapter import StoreAdapter
+from engine_adapter.batch import SequenceSlice, StepBatch
+from engine_adapter.drafter import Drafter
+from engine_adapter.latency import LatencyRecorder
+from engine_adapter.request import Completion, FinishReason, Request, RequestResult, check_request
+from engine_adapter.sampling import Choice, Sampler, first_choices
+from engine_adapter.scheduler import Phase, PlannedSlice, RequestState, Scheduler, Stream
+
+if TYPE_CHECKING:
+    from allocator import KVGeometry
+    from kvstore import KVStore
+
+_STALL_SECONDS = 60.0
+_WAIT_SECONDS = 0.05
+
+
+class Runner(Protocol):
+    """A model over paged KV. `forward` writes the KV of every fed token to its place before anything reads it."""
+
+    @property
+    def geometry(self) -> KVGeometry: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def position_limit(self) -> int | None:
+        """Most tokens that a sequence may have, None without a limit."""
+        ...
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits Tensor[sum of logits_count, vocab_size], rows in the order of the slices and their tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one step did. `idle`: it computed nothing and ended nothing, so waiting for a transfer is in order."""
+
+    computed_tokens: int
+    output_tokens: int
+    finished: tuple[str, ...]
+    idle: bool
+
+
+class DecodeLoop:
+    """Serves requests from one runner and one store; see the module's text.
+
+    `max_batch_sequences` streams run at once; a step computes at most `step_tokens` tokens, which is also the longest
+    prefill chunk. `drafter` proposes tokens to verify (see `engine_adapter.drafter`).
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: KVStore | StoreAdapter,
+        *,
+        max_batch_sequences: int = 8,
+        step_tokens: int = 256,
+        drafter: Drafter | None = None,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        adapter = store if isinstance(store, StoreAdapter) else StoreAdapter(store)
+        self._store = adapter.store
+        if runner.geometry.fingerprint() != self._store.geometry.fingerprint():
+            raise ConfigError(f"the runner's geometry {runner.geometry} is not the store's, {self._store.geometry}")
+        if max_batch_sequences < 1 or step_tokens < max_batch_sequences:
+            raise ConfigError(
+                f"expected 1 <= max_batch_sequences <= step_tokens, got {max_batch_sequences} and {step_tokens}"
+            )
+        self._runner = runner
+        self._adapter = adapter
+        self._clock = clock
+        self._sampler = Sampler(seed)
+        self._scheduler = Scheduler(
+            adapter,
+            max_batch_sequences=max_batch_sequences,
+            step_tokens=step_tokens,
+            drafter=drafter,
+            on_admitted=lambda stream: self.latency.admitted(stream.request.request_id, self._clock()),
+            on_failed=lambda stream, error: self._end(stream, FinishReason.ERROR, str(error)),
+        )
+        self._arrivals = 0
+        self._live: dict[str, _Live] = {}
+        self._results: dict[str, RequestResult] = {}
+        self._finished_now: list[str] = []
+        self.latency = LatencyRecorder()
+
+    @property
+    def busy(self) -> bool:
+        """True while any stream waits, loads or runs."""
+        return self._scheduler.busy
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises UsageError, DuplicateSequence or CapacityError; then nothing has changed."""
+        check_request(request, self._runner.vocab_size)
+        request_id = request.request_id
+        if request_id in self._live or request_id in self._results:
+            raise DuplicateSequence(f"request id {request_id!r} is in use: running, or its result not collected yet")
+        limit = self._runner.position_limit
+        if limit is not None and len(request.token_ids) + request.output_limit > limit:
+            raise UsageError(
+                f"request {request_id!r}: {len(request.token_ids)} prompt tokens and {request.output_limit} new ones "
+                f"pass the model's {limit} positions"
+            )
+        self._store.check_fits(len(request.token_ids))
+        state = RequestState(request, self._arrivals)
+        self._arrivals += 1
+        first = Stream(state, 0, [int(token) for token in request.token_ids])
+        self._live[request_id] = _Live(state, {0: first}, {})
+        self.latency.submitted(request_id, self._clock())
+        self._scheduler.enqueue(first)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, in whatever phase. False if it has finished already; UnknownSequence if it never was."""
+        live = self._live.get(request_id)
+        if live is None:
+            if request_id in self._results:
+                return False
+            raise UnknownSequence(f"no request {request_id!r} is waiting, running or uncollected")
+        for index in range(live.state.request.n):
+            stream = live.streams.get(index)
+            if stream is None:
+                stream = live.streams[index] = Stream(live.state, index, list(live.state.request.token_ids))
+                stream.phase = Phase.ENDED
+            if index not in live.completions:
+                self._end(stream, FinishReason.ABORT)
+        return True
+
+    def step(self) -> StepOutcome:
+        """One bounded round: no waiting, at most one forward pass. If that raises, the step's room is given back."""
+        self._finished_now = []
+        self._store.step()
+        self._scheduler.take_loads()
+        self._scheduler.admit()
+        planned = self._scheduler.plan()
+        output_tokens = self._compute(planned) if planned else 0
+        computed = sum(len(part.token_ids) for part in planned)
+        finished = tuple(self._finished_now)
+        return StepOutcome(computed, output_tokens, finished, idle=not planned and not finished)
+
+    def run(self) -> dict[str, RequestResult]:
+        """Step until nothing is left, waiting for transfers where there is nothing to compute; returns `collect()`."""
+        idle_since: float | None = None
+        while self.busy:
+            if not self.step().idle:
+                idle_since = None
+                continue
+            now = self._clock()
+            idle_since = now if idle_since is None else idle_since
+            if now - idle_since > _STALL_SECONDS:
+                self._give_up_oldest(now - idle_since)
+                idle_since = None
+            self._store.wait(_WAIT_SECONDS)
+        return self.collect()
+
+    def collect(self) -> dict[str, RequestResult]:
+        """Results of the requests that have finished since the last call; their ids are free again."""
+        results, self._results = self._results, {}
+        return results
+
+    def _give_up_oldest(self, seconds: float) -> None:
+        scheduler = self._scheduler
+        oldest = min([*scheduler.running, *scheduler.loading, *scheduler.waiting], key=lambda stream: stream.rank)
+        self._end(oldest, FinishReason.ERROR, f"no progress for {seconds:.0f} s while {oldest.phase.value}")
+
+    # One forward pass
+
+    def _compute(self, planned: Sequence[PlannedSlice]) -> int:
+        """Run the model over the plan and book the outcome; returns the number of tokens put out."""
+        left = deque(planned)
+        try:
+            logits = self._runner.forward(StepBatch(tuple(self._slice(part) for part in planned)))
+            argmaxes = first_choices(logits)
+            expected = sum(part.logits_count for part in planned)
+            if len(argmaxes) != expected:
+                raise ConfigError(f"the runner returned {len(argmaxes)} rows of logits, expected {expected}")
+            row = output_tokens = 0
+            while left:
+                part = left.popleft()
+                end = row + part.logits_count
+                if part.stream.phase is Phase.RUNNING:
+                    output_tokens += self._absorb(part, logits[row:end], argmaxes[row:end])
+                row = end
+        finally:
+            for part in left:
+                if part.stream.phase is Phase.RUNNING:
+                    self._adapter.rollback(part.stream.sequence_id, len(part.token_ids))
+        return output_tokens
+
+    def _slice(self, part: PlannedSlice) -> SequenceSlice:
+        stream, count = part.stream, len(part.token_ids)
+        groups = range(len(self._store.geometry.groups))
+        return SequenceSlice(
+            sequence_id=stream.sequence_id,
+            token_ids=part.token_ids,
+            start=stream.computed,
+            logits_count=part.logits_count,
+            tables=self._store.tables(stream.sequence_id),
+            slot_mappings=tuple(
+                self._store.slot_mapping(stream.sequence_id, group, stream.computed, count) for group in groups
+            ),
+        )
+
+    def _absorb(self, part: PlannedSlice, rows: Tensor, argmaxes: Sequence[int | None]) -> int:
+        """Choose, roll back, commit, put out, end; callbacks last, when the loop's own state is consistent."""
+        stream = part.stream
+        choices, sound = self._choose(stream, part, rows, argmaxes)
+        if not sound:
+            self._adapter.rollback(stream.sequence_id, len(part.token_ids))
+            self._end(stream, FinishReason.ERROR, "the model's logits are not finite")
+            return 0
+        accepted = max(0, len(choices) - 1)
+        void = part.draft_count - accepted
+        if void:
+            self._adapter.rollback(stream.sequence_id, void)
+        final = part.token_ids[: len(part.token_ids) - void]
+        self._adapter.commit(stream.sequence_id, final)
+        self._count(part, len(final), accepted)
+        if not choices:
+            return 0
+        if stream.prefilling:
+            stream.prefilling = False
+            self._store.prefill_done(stream.sequence_id)
+        position = stream.output_count
+        born = self._fork(stream, rows[0], choices[0].argmax_token_id) if position == 0 else []
+        self._put_out(stream, choices)
+        for child, choice in born:
+            self._put_out(child, [choice])
+        self._call_back(stream, position, choices, rows)
+        for child, choice in born:
+            self._call_back(child, 0, [choice], rows)
+        return len(choices) + len(born)
+
+    def _choose(
+        self, stream: Stream, part: PlannedSlice, rows: Tensor, argmaxes: Sequence[int | None]
+    ) -> tuple[list[Choice], bool]:
+        """Tokens to put out: one per row while the drafts keep agreeing. False if a needed row is not finite."""
+        request, position = stream.request, stream.output_count
+        drafts = part.token_ids[len(part.token_ids) - part.draft_count :]
+        choices: list[Choice] = []
+        for place, argmax in enumerate(argmaxes):
+            if argmax is None:
+                return choices, False
+            choice = self._sampler.choose(rows[place], argmax, request, stream.index, position + place)
+            choices.append(choice)
+            ended = choice.token_id in request.eos_token_ids or position + place + 1 >= request.output_limit
+            if ended or place >= len(drafts) or drafts[place] != choice.token_id:
+                break
+        return choices, True
+
+    def _count(self, part: PlannedSlice, final_count: int, accepted: int) -> None:
+        state, stream = part.stream.state, part.stream
+        state.drafted_tokens += part.draft_count
+        state.accepted_tokens += accepted
+        end = stream.computed + final_count
+        if stream.prefilling:
+            state.computed_prefill_tokens += final_count
+            state.recomputed_tokens += max(0, min(stream.once_computed, end) - stream.computed)
+        stream.computed = end
+        stream.once_computed = max(stream.once_computed, end)
+
+    def _fork(self, root: Stream, row: Tensor, argmax: int) -> list[tuple[Stream, Choice]]:
+        """The other branches of a request, born when its prompt is computed; those that run now share its blocks."""
+        request, live = root.request, self._live[root.request.request_id]
+        if root.index or root.state.forked:
+            return []
+        root.state.forked = True
+        born = []
+        for index in range(1, request.n):
+            child = Stream(root.state, index, list(root.tokens), once_computed=root.computed)
+            choice = self._sampler.choose(row, argmax, request, index, 0)
+            live.streams[index] = child
+            if self._scheduler.free_places > 0 and not self._is_last(choice.token_id, 1, request):
+                self._store.fork(root.sequence_id, child.sequence_id)
+                self._scheduler.start(child, root.computed, prefilling=False)
+            else:
+                self._scheduler.enqueue(child)
+            born.append((child, choice))
+        return born
+
+    def _put_out(self, stream: Stream, choices: Sequence[Choice]) -> None:
+        request = stream.request
+        stream.tokens += [choice.token_id for choice in choices]
+        stream.argmax_token_ids += [choice.argmax_token_id for choice in choices]
+        self.latency.tokens(request.request_id, stream.index, len(choices), self._clock())
+        last = choices[-1].token_id
+        if last in request.eos_token_ids:
+            self._end(stream, FinishReason.STOP)
+        elif self._is_last(last, stream.output_count, request):
+            self._end(stream, FinishReason.LENGTH)
+
+    @staticmethod
+    def _is_last(token_id: int, output_count: int, request: Request) -> bool:
+        return token_id in request.eos_token_ids or output_count >= request.output_limit
+
+    def _call_back(self, stream: Stream, position: int, choices: Sequence[Choice], rows: Tensor) -> None:
+        request = stream.request
+        for place, choice in enumerate(choices):
+            if request.keep_logits is not None:
+                request.keep_logits(stream.index, position + place, rows[place])
+            if request.on_token is not None:
+                request.on_token(request.request_id, stream.index, choice.token_id)
+
+    # Ends
+
+    def _end(self, stream: Stream, reason: FinishReason, error: str | None = None) -> None:
+        """Take a stream out, give its memory back, and close its request with the last one."""
+        phase = self._scheduler.remove(stream)
+        if phase in (Phase.RUNNING, Phase.LOADING):
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._adapter.finish(stream.sequence_id)
+            else:
+                self._adapter.abort(stream.sequence_id)
+        request = stream.request
+        live = self._live[request.request_id]
+        live.completions[stream.index] = Completion(
+            stream.index, stream.output_token_ids, tuple(stream.argmax_token_ids), reason, error
+        )
+        if not live.state.forked and reason is FinishReason.ERROR:
+            for index in range(1, request.n):
+                live.completions[index] = Completion(index, (), (), reason, error)
+        if len(live.completions) == request.n:
+            self._close(request.request_id)
+
+    def _close(self, request_id: str) -> None:
+        live = self._live.pop(request_id)
+        state = live.state
+        latency = self.latency.finished(request_id)
+        self._finished_now.append(request_id)
+        self._results[request_id] = RequestResult(
+            request_id=request_id,
+            prompt_tokens=len(state.request.token_ids),
+            completions=tuple(live.completions[index] for index in sorted(live.completions)),
+            reused_tokens=state.reused_tokens or {},
+            resumed_tokens=dict(state.resumed_tokens),
+            computed_prefill_tokens=state.computed_prefill_tokens,
+            recomputed_tokens=state.recomputed_tokens,
+            preemptions=state.preemptions,
+            drafted_tokens=state.drafted_tokens,
+            accepted_tokens=state.accepted_tokens,
+            queue_seconds=latency.queue_seconds,
+            ttft_seconds=latency.ttft_seconds,
+            itl_seconds=tuple(latency.itl_seconds),
+        )
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has not finished: its streams and the completions so far, by branch."""
+
+    state: RequestState
+    streams: dict[int, Stream]
+    completions: dict[int, Completion]

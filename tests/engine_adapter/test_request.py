@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from allocator.errors import UsageError
+from engine_adapter.request import Request, check_request
+
+
+def request(**changes: Any) -> Request:
+    return dataclasses.replace(Request("r", [1, 2, 3], 4), **changes)
+
+
+def test_a_plain_request_is_accepted() -> None:
+    check_request(request(), 10)
+    check_request(request(token_ids=(0, 9), n=3, temperature=0.5, top_p=0.1, forced_token_ids=[9]), 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"request_id": ""}, "non-empty string"),
+        ({"request_id": "a#1"}, "'a#1'"),
+        ({"request_id": 7}, "got 7"),
+        ({"token_ids": []}, "prompt is empty"),
+        ({"token_ids": [1, 10]}, r"token_ids\[1\] is 10, expected 0 <= id < 10"),
+        ({"token_ids": [-1]}, r"token_ids\[0\] is -1"),
+        ({"token_ids": [1, 2.5]}, r"token_ids\[1\] must be an int, got 2.5"),
+        ({"token_ids": [True]}, "must be an int, got True"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1, got 0"),
+        ({"n": 0}, "n must be"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"temperature": -0.1}, "temperature must be"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": float("inf")}, "temperature must be"),
+        ({"top_p": 0.0}, "top_p must be"),
+        ({"top_p": 1.1}, "top_p must be"),
+        ({"forced_token_ids": []}, "forced_token_ids is empty"),
+        ({"forced_token_ids": [3, 99]}, r"forced_token_ids\[1\] is 99"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_what_was_given(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_request(request(**changes), 10)
+
+
+def test_forced_tokens_end_the_output() -> None:
+    assert request(max_new_tokens=9, forced_token_ids=[1, 2]).output_limit == 2
+    assert request(max_new_tokens=1, forced_token_ids=[1, 2]).output_limit == 1
