@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from allocator.block_life import BlockLife, IdBatch
+from allocator.block_life import IdBatch
+from allocator.block_references import BlockReferences
 from allocator.block_state import (
     EXACT_HELD,
     FENCED,
@@ -32,8 +33,8 @@ from allocator.errors import UsageError
 from allocator.extents import FULL
 
 
-class BlockHolds(BlockLife):
-    """`BlockLife` with pins, transfers and exact holders."""
+class BlockHolds(BlockReferences):
+    """`BlockReferences` with pins, transfers and exact holders."""
 
     def pin(self, ids: IdBatch) -> None:
         """Blocks (open, sealed or idle) that must neither go nor move until `unpin`. Counted; -1 ignored."""

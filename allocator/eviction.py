@@ -49,7 +49,7 @@ class EvictionPolicy(ABC):
         """Idle blocks went away for another reason (dropped by name, cooled into another class)."""
 
     @abstractmethod
-    def victims(self, count: int, usable: Usable | None = None) -> Ids:
+    def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
         """Takes out at least `count` blocks (fewer when there are no more; more when a run ends later).
 
         `usable` tells which of some ids may go now; the others keep their place. None: all may.
@@ -67,10 +67,6 @@ class EvictionPolicy(ABC):
         """`idle` for one block."""
         self.idle([block_id], tick)
 
-    def victim_one(self) -> int:
-        """`victims(1)` for the common case, or -1 when the batch form has to be asked (a run is next, or none)."""
-        return -1
-
 
 class LRU(EvictionPolicy):
     """Least recently released first. Since tables release tail first, that is leaves first.
@@ -84,6 +80,7 @@ class LRU(EvictionPolicy):
         self._stamps = self._stamp.data
         self._segments: deque[_Segment] = deque()
         self._late: list[tuple[int, int, int]] = []
+        self._cursor = 0  # consumed entries of the first segment, then a list
         self._newest = 0
         self._late_order = 0
         self._entries = 0
@@ -144,23 +141,10 @@ class LRU(EvictionPolicy):
     def forget(self, ids: Ids | list[int]) -> None:
         self.busy(ids)
 
-    def victim_one(self) -> int:
-        segments, stamps = self._segments, self._stamps
-        if self._late:
-            return -1
-        while segments:
-            tick, block_id, _ = segments[0]
-            if type(block_id) is not int:
-                return -1
-            segments.popleft()
-            self._entries -= 1
-            if stamps[block_id] == tick:
-                stamps[block_id] = 0
-                self._count -= 1
-                return block_id
-        return -1
-
-    def victims(self, count: int, usable: Usable | None = None) -> Ids:
+    def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
+        if count <= _SMALL and usable is None and not self._late:
+            return self._victims_few(count)
+        self._fold_cursor()
         taken: list[Ids | list[int]] = []
         kept: list[_Segment] = []
         need = count
@@ -193,6 +177,47 @@ class LRU(EvictionPolicy):
         self._count -= len(victims)
         return victims
 
+    def _victims_few(self, count: int) -> list[int]:
+        """`victims` for a small count, all usable, in plain Python."""
+        segments, stamps = self._segments, self._stamps
+        taken: list[int] = []
+        while segments and len(taken) < count:
+            tick, ids, run = segments[0]
+            if type(ids) is int:
+                segments.popleft()
+                self._entries -= 1
+                if stamps[ids] == tick:
+                    stamps[ids] = 0
+                    taken.append(ids)
+                continue
+            if isinstance(ids, np.ndarray):
+                ids = ids.tolist()
+                segments[0] = (tick, ids, run)
+            assert isinstance(ids, list)
+            cursor = start = self._cursor
+            end = len(ids)
+            while cursor < end and (run or len(taken) < count):
+                block_id = ids[cursor]
+                cursor += 1
+                if stamps[block_id] == tick:
+                    stamps[block_id] = 0
+                    taken.append(block_id)
+            self._entries -= cursor - start
+            self._cursor = cursor
+            if cursor == end:
+                segments.popleft()
+                self._cursor = 0
+        self._count -= len(taken)
+        return taken
+
+    def _fold_cursor(self) -> None:
+        """Cuts what `_victims_few` has consumed off the first segment."""
+        if self._cursor:
+            tick, ids, run = self._segments[0]
+            assert isinstance(ids, list)
+            self._segments[0] = (tick, ids[self._cursor :], run)
+            self._cursor = 0
+
     def _split(
         self, tick: int, ids: int | list[int] | Ids, need: int, run: bool, usable: Usable | None
     ) -> tuple[Ids | list[int], Ids | list[int]]:
@@ -218,6 +243,7 @@ class LRU(EvictionPolicy):
         return fresh[places], fresh[stay]
 
     def peek(self, count: int, usable: Usable | None = None) -> Ids:
+        self._fold_cursor()
         late = sorted(self._late)
         found: list[Ids] = []
         need = count
@@ -244,6 +270,7 @@ class LRU(EvictionPolicy):
 
     def _sweep(self) -> None:
         """Drops stale entries, so that hits without evictions do not grow the queue."""
+        self._fold_cursor()
         fresh: deque[_Segment] = deque()
         entries = 0
         for tick, ids, run in self._segments:

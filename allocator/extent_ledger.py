@@ -160,6 +160,14 @@ class ExtentLedger:
         idle = np.count_nonzero(words & (STATE | HELD) == IDLE, axis=1)
         return ExtentCensus(extents, free, idle, per_extent)
 
+    def may_have_empty(self, class_index: int) -> bool:
+        """Whether another class than this may have an empty extent (a no is certain)."""
+        per_extents, no_empty_at, frees = self.layout.per_extent, self._no_empty_at, self.frees
+        for other, free in enumerate(self.free):
+            if free.count >= per_extents[other] > 0 and other != class_index and no_empty_at[other] != frees[other]:
+                return True
+        return False
+
     def empty_extent(self, class_index: int) -> int | None:
         """An extent of the class whose slots are all FREE, if there is one. Remembers a no until something is freed."""
         per_extent = self.layout.per_extent[class_index]

@@ -200,9 +200,15 @@ class KVStore:
 
     # -- lookup and pin -----------------------------------------------------------------------------------------
 
+    def prepare(
+        self, token_ids: Items[int], *, media: Items[Media] = (), identity: Identity | None = None
+    ) -> HashChain:
+        """The block hashes of a prompt, to be passed as `token_ids` to lookup, pin and admit: hashed only once."""
+        return self._chain(token_ids, media, identity)
+
     def lookup(
         self,
-        token_ids: Items[int],
+        token_ids: Items[int] | HashChain,
         *,
         exact: bool = False,
         media: Items[Media] = (),
@@ -214,7 +220,7 @@ class KVStore:
         the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
         """
         chain = self._chain(token_ids, media, identity)
-        return self.lookup_hashes(chain.root, chain.hashes, len(token_ids), exact=exact)
+        return self.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact)
 
     def lookup_hashes(self, root: bytes, hashes: Items[bytes], token_count: int, *, exact: bool = False) -> Hit:
         """`lookup` for a caller that has the block hashes already (hash of each full block, in order)."""
@@ -224,7 +230,7 @@ class KVStore:
 
     def pin(
         self,
-        token_ids: Items[int],
+        token_ids: Items[int] | HashChain,
         ttl_seconds: float,
         *,
         exact: bool = False,
@@ -240,7 +246,7 @@ class KVStore:
         chain = self._chain(token_ids, media, identity)
         with self._lock:
             self._check_open()
-            usable = self._admitter.usable_hashes(chain.hashes, len(token_ids), None)
+            usable = self._admitter.usable_hashes(chain.hashes, chain.token_count, None)
             plan = self._residency.plan(chain.root, usable, exact)
             plan = self._residency.cut(plan, chain.root, usable, exact, plan.device_blocks)
             blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
@@ -277,7 +283,7 @@ class KVStore:
     def admit(
         self,
         sequence_id: str,
-        token_ids: Items[int],
+        token_ids: Items[int] | HashChain,
         *,
         exact: bool = False,
         lease: Lease | None = None,
@@ -298,7 +304,8 @@ class KVStore:
             self._check_open()
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
-            self._check_fits(len(token_ids))
+            token_count = chain.token_count
+            self._check_fits(token_count)
             tables = [
                 BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
                 for index, group in enumerate(self.geometry.groups)
@@ -309,13 +316,13 @@ class KVStore:
                 root=chain.root,
                 tables=tables,
                 exact=exact,
-                prompt_tokens=len(token_ids) if prompt_tokens is None else prompt_tokens,
+                prompt_tokens=token_count if prompt_tokens is None else prompt_tokens,
                 private_from=private_from,
             )
-            hashes = self._admitter.usable_hashes(chain.hashes, len(token_ids), private_from)
+            hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
             block_tokens = self.geometry.block_tokens
-            self._admitter.build_tables(sequence, plan, len(token_ids) - plan.blocks * block_tokens)
+            self._admitter.build_tables(sequence, plan, token_count - plan.blocks * block_tokens)
             sequence.written = plan.blocks * block_tokens
             if plan.lossy:
                 sequence.lossy_from = sequence.written
@@ -398,6 +405,11 @@ class KVStore:
         """
         with self._lock:
             self._growth.commit(self._running(sequence_id), token_ids)
+
+    def commit_prompt(self, sequence_id: str, token_count: int) -> None:
+        """`commit` of the next `token_count` tokens that the sequence was admitted with: nothing is hashed again."""
+        with self._lock:
+            self._growth.commit_prompt(self._running(sequence_id), token_count)
 
     def rollback(self, sequence_id: str, token_count: int) -> None:
         """Drop the last `token_count` written tokens, uncommitted ones first.
@@ -502,10 +514,12 @@ class KVStore:
             for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
                 del self._leases[lease.lease_id]
                 self._end_lease(lease)
+            self.metrics.computed(self._growth.computed_tokens)
+            self._growth.computed_tokens = 0
             return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until some transfer has ended or the time is up, then call `step`. For loops that have nothing else to do."""
+        """Block until some transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
             if not self._mover.in_flight_blocks:
                 return False
@@ -561,6 +575,7 @@ class KVStore:
             if self._closed:
                 return
             self._closed = True
+            self._sequences.clear()
         self._executor.close()
         for tier in self._tiers:
             tier.close()
@@ -573,7 +588,14 @@ class KVStore:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _chain(self, token_ids: Items[int], media: Items[Media], identity: Identity | None) -> HashChain:
+    def _chain(self, token_ids: Items[int] | HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
+        if isinstance(token_ids, HashChain):
+            if token_ids.block_tokens != self.geometry.block_tokens:
+                raise UsageError(
+                    f"the prompt was hashed in blocks of {token_ids.block_tokens}, this store's are "
+                    f"{self.geometry.block_tokens}"
+                )
+            return token_ids.fork()
         if not len(token_ids):
             raise UsageError("an empty prompt has nothing to compute: give at least one token id")
         chain = HashChain(
@@ -592,6 +614,9 @@ class KVStore:
         return sequence
 
     def _running(self, sequence_id: str) -> Sequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None and sequence.state is SequenceState.RUNNING:
+            return sequence
         sequence = self._sequence(sequence_id)
         if sequence.state is SequenceState.LOADING:
             raise UsageError(f"sequence {sequence_id!r} is still loading: call step until fetch says done")

@@ -7,8 +7,6 @@ integer. See docs/formats/int4.md, "When a block is refused". Any thread.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from quant.codec import CodecError
@@ -30,12 +28,6 @@ def part_bound(bound: float, bits: int) -> float:
     return bound * 15.0 / 7.0 if bits == 3 else bound
 
 
-@lru_cache(maxsize=8)
-def e4m3_values(device: torch.device) -> torch.Tensor:
-    """float32 [256]: the value of every e4m3fn byte (0x7f and 0xff are NaN)."""
-    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
-
-
 def scale_weights(scale_values: torch.Tensor) -> torch.Tensor:
     """float64, like `scale_values` (float32 e4m3 values): the square of the value rounded to an integer."""
     rounded = torch.round(scale_values).to(torch.float64)
@@ -53,11 +45,6 @@ def within_bound(
     errors = (weights * squared_errors).sum(1)
     signal = (weights * squared_codes).sum(1)
     return errors <= signal * (bound * bound * (ERROR_STEPS * ERROR_STEPS))
-
-
-def in_range(values: torch.Tensor) -> torch.Tensor:
-    """bool [records] for [records, ...]: every magnitude below 2^112 (so neither NaN nor Inf)."""
-    return values.reshape(values.shape[0], -1).abs().amax(1) < MAGNITUDE_LIMIT
 
 
 def relative_rms(original: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quant.error_bound import DEFAULT_ERROR_BOUND, check_error_bound, part_bound
-from quant.int4_records import decode_records_into, encode_records_checked, validate_records
+from quant.int4_records import decode_records_into, encode_records_into, validate_records
 from quant.record_codec import RecordCodec
 from quant.record_layout import BitsTable, record_bytes, record_layout
 
@@ -68,9 +68,10 @@ class Int4Codec(RecordCodec):
         return record_bytes(key_dim, value_dim, *bits)
 
     def _encode_piece(
-        self, keys: torch.Tensor, values: torch.Tensor | None, bits: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return encode_records_checked(keys, values, key_bits=bits[0], value_bits=bits[1], error_bound=self._error_bound)
+        self, keys: torch.Tensor, values: torch.Tensor | None, records: torch.Tensor, bits: tuple[int, int]
+    ) -> torch.Tensor:
+        layout = record_layout(keys.shape[-1], 0 if values is None else values.shape[-1], *bits)
+        return encode_records_into(keys, values, records, layout, self._error_bound)
 
     def _decode_piece(
         self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, bits: tuple[int, int]

@@ -11,8 +11,9 @@ from functools import lru_cache
 import torch
 
 from quant.codec import CodecError
-from quant.error_bound import DEFAULT_ERROR_BOUND, check_error_bound, in_range
-from quant.int4_records import decode_values_into, encode_values_checked, validate_value_scales
+from quant.error_bound import DEFAULT_ERROR_BOUND, MAGNITUDE_LIMIT, check_error_bound
+from quant.int4_decode import decode_values, put, validate_values
+from quant.int4_encode import encode_values
 from quant.record_codec import RecordCodec
 from quant.record_layout import ALIGN_BYTES, RUN_TOKENS, BitsTable, RecordLayout, check_dims
 
@@ -65,14 +66,14 @@ class Int8KCodec(RecordCodec):
         return int8k_layout(key_dim, value_dim).record_bytes
 
     def _encode_piece(
-        self, keys: torch.Tensor, values: torch.Tensor | None, bits: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, keys: torch.Tensor, values: torch.Tensor | None, records: torch.Tensor, bits: tuple[int, int]
+    ) -> torch.Tensor:
         layout = int8k_layout(keys.shape[-1], 0 if values is None else values.shape[-1])
-        records = torch.zeros((keys.shape[0], layout.record_bytes), dtype=torch.uint8, device=keys.device)
         accepted = self._encode_keys(keys.to(torch.float32), records, layout)
         if values is not None:
-            accepted &= encode_values_checked(values.to(torch.float32), records, layout, self._error_bound)
-        return records, accepted
+            accepted &= encode_values(values, records, layout, self._error_bound)
+        records[:, layout.used_bytes :] = 0
+        return accepted
 
     def _encode_keys(self, keys: torch.Tensor, records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
         count, _, dim = keys.shape
@@ -93,7 +94,7 @@ class Int8KCodec(RecordCodec):
         tiny = steps.amax(1) <= SCALE_FLOOR  # everything within 255 * 2^-24: held to the absolute step only
         close = (errors <= signal * (self._error_bound * self._error_bound)) | tiny
         carried = (lowest.abs().amax(1) <= _FP16_MAX) & (steps.amax(1) <= _FP16_MAX) & (high.amax(1) <= 2 * _FP16_MAX)
-        return in_range(keys) & carried & close
+        return (high.amax(1) < MAGNITUDE_LIMIT) & carried & close
 
     def _decode_piece(
         self, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, bits: tuple[int, int]
@@ -104,11 +105,9 @@ class Int8KCodec(RecordCodec):
         steps, minima = self._key_scales(records, layout)
         # q s has at most 19 significant bits, so the product is exact and the sum rounds once, fused or not.
         decoded = codes.reshape(count, RUN_TOKENS, dim).to(torch.float32).mul_(steps[..., None]).add_(minima[..., None])
-        if keys.dtype == torch.float16:
-            decoded.clamp_(-_FP16_MAX, _FP16_MAX)
-        keys.copy_(decoded.view(keys.shape))
+        put(keys, decoded)
         if values is not None:
-            decode_values_into(records, values, layout)
+            decode_values(records, values, layout)
 
     @staticmethod
     def _key_scales(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +119,7 @@ class Int8KCodec(RecordCodec):
         steps, minima = self._key_scales(records, layout)
         good = ((steps >= SCALE_FLOOR) & (steps <= _FP16_MAX) & (minima.abs() <= _FP16_MAX)).all(1)
         good &= records[:, layout.used_bytes :].eq(0).all(1)
-        return good & validate_value_scales(records, layout) if dims[1] else good
+        return good & validate_values(records, layout) if dims[1] else good
 
 
 __all__ = ["CodecError", "Int8KCodec", "int8k_layout"]

@@ -14,9 +14,10 @@ import torch
 from quant.codec import BlockShape, BlockTooLossy, CodecError, DtypeName, HeadError, Payload
 from quant.error_bound import relative_rms
 from quant.record_layout import RUN_TOKENS, BitsTable, check_dims, check_run_tokens
+from quant.scratch import scratch
 from quant.tensor_checks import as_payload, check_out, resolve_dtype, shape_of
 
-PIECE_ELEMENTS = 1 << 18  # of K and V together: 1 MiB in fp32
+PIECE_ELEMENTS = 1 << 19  # of K and V together: 1 MiB of each in fp32
 LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -56,9 +57,9 @@ class RecordCodec(ABC):
 
     @abstractmethod
     def _encode_piece(
-        self, keys: torch.Tensor, values: torch.Tensor | None, bits: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[P, 16, dim] -> (records uint8 [P, record_bytes], accepted bool [P])."""
+        self, keys: torch.Tensor, values: torch.Tensor | None, records: torch.Tensor, bits: tuple[int, int]
+    ) -> torch.Tensor:
+        """[P, 16, dim], any strides, into records uint8 [P, record_bytes]; bool [P] accepted."""
 
     @abstractmethod
     def _decode_piece(
@@ -157,8 +158,9 @@ class RecordCodec(ABC):
             value_part = None
             if values is not None and shape.value_dim:
                 value_part = values[blocks, layers, run.kv_heads].reshape(-1, RUN_TOKENS, shape.value_dim)
-            records, good = self._encode_piece(key_part, value_part, run.bits)
             view = self._records_view(out, blocks, layers, run, runs)
+            records = scratch("records", (key_part.shape[0], run.record_bytes), torch.uint8, keys.device)
+            good = self._encode_piece(key_part, value_part, records, run.bits)
             view.copy_(records.view(view.shape))
             accepted[blocks] &= good.view(view.shape[:2]).all(1)
         return accepted
@@ -210,7 +212,9 @@ class RecordCodec(ABC):
         """(head index, (part, relative error, bound)) of each head part with a refused record."""
         bounds = self._bounds(bits)
         decoded = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-        records, _ = self._encode_piece(tensors[0], tensors[1] if len(tensors) > 1 else None, bits)
+        size = self.record_bytes(tensors[0].shape[-1], tensors[1].shape[-1] if len(tensors) > 1 else 0, bits)
+        records = torch.empty((tensors[0].shape[0], size), dtype=torch.uint8, device=tensors[0].device)
+        self._encode_piece(tensors[0], tensors[1] if len(tensors) > 1 else None, records, bits)
         self._decode_piece(records, decoded[0], decoded[1] if len(decoded) > 1 else None, bits)
         found = []
         for part, bound, tensor, other in zip(("keys", "values"), bounds, tensors, decoded, strict=False):

@@ -46,6 +46,12 @@ def signs(dim: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
+def integer_signs(dim: int, device: torch.device) -> torch.Tensor:
+    """Signs of `dim` channels, int16 [dim]."""
+    return torch.tensor(sign_list(dim), dtype=torch.int16, device=device)
+
+
+@lru_cache(maxsize=64)
 def signed_hadamard(dim: int, device: torch.device) -> torch.Tensor:
     """float32 [dim, dim] of +-1 and 0: rotated integers @ this = signs * (H @ rotated integers), not scaled."""
     size = hadamard_size(dim)
@@ -57,11 +63,13 @@ def signed_hadamard(dim: int, device: torch.device) -> torch.Tensor:
     return full.to(device) * signs(dim, device)
 
 
-def butterflies(rows: torch.Tensor) -> torch.Tensor:
-    """Unscaled Hadamard over dim 0 of float32 [dim, count], stages h = 1, 2, 4, ...; `rows` is overwritten."""
+def butterflies(rows: torch.Tensor, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unscaled Hadamard over dim 0 of [dim, count], float32 or int16, stages h = 1, 2, 4, ...
+
+    `spare` is like `rows`; both are overwritten. Returns (result, the other one).
+    """
     dim, count = rows.shape
     size = hadamard_size(dim)
-    spare = torch.empty_like(rows)
     h = 1
     while h < size:
         source = rows.view(dim // (2 * h), 2, h, count)
@@ -70,7 +78,7 @@ def butterflies(rows: torch.Tensor) -> torch.Tensor:
         torch.sub(source[:, 0], source[:, 1], out=target[:, 1])
         rows, spare = spare, rows
         h *= 2
-    return rows
+    return rows, spare
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,278 @@
+"""References: allocate, share, release, touch. The calls that every admission, decode step and finish make.
+
+Part of the pool, under its caller's lock. Batches up to `SMALL_BATCH` ids run in plain Python over memoryviews, larger
+ones in numpy over the same memory; both forms of a call do the same, which a test compares.
+
+Invariants (checked by `allocator.invariants`):
+- Only FREE blocks are handed out, each to one owner.
+- The sum of the references that tables hold is each block's count.
+- A call that raises UsageError or CapacityError has changed nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from allocator.block_life import SMALL_BATCH, BlockLife, IdBatch
+from allocator.block_state import (
+    EXACT_HELD,
+    FREE,
+    HELD,
+    IDLE,
+    ONE_REFERENCE,
+    OPEN,
+    OPEN_ONCE,
+    REFERENCE_SHIFT,
+    SEALED,
+    SEALED_ONCE,
+    STATE,
+    UNINDEXED,
+    BlockState,
+)
+from allocator.errors import UsageError
+from allocator.extent_ledger import Ids
+from allocator.extents import FULL
+from allocator.reclaim import available_blocks, make_room
+
+
+class BlockReferences(BlockLife):
+    """`BlockLife` with references."""
+
+    # -- room ---------------------------------------------------------------------------------------------------
+
+    def available(self, group: int, form: int = FULL) -> int:
+        """Blocks that `allocate` could hand out now: free, evictable, and of extents that can change class."""
+        return available_blocks(self, self._class_index(group, form))
+
+    def allocate_one(self, group: int, form: int = FULL) -> int:
+        """`allocate(group, 1, form)` as a plain int."""
+        index = 2 * group + form
+        if not 0 <= index < len(self._free) or form >> 1:
+            self._class_index(group, form)
+        free = self._free[index]
+        if not free.count:
+            self._refill(index, 1)
+        free.count = top = free.count - 1
+        block_id = free.view[top]
+        self._words[block_id] = OPEN_ONCE
+        return block_id
+
+    def allocate(self, group: int, count: int, form: int = FULL) -> Ids:
+        """`count` OPEN blocks with one reference each, int32[count]; all or nothing.
+
+        Takes free slots first, then extents without a class (one stays in reserve for cooling), then empty extents of
+        another class, then evicts idle blocks of this class, then empties extents of another class that hold only idle
+        blocks. CapacityError(needed, available) when all that is not enough; then nothing was evicted either.
+        """
+        index = 2 * group + form
+        if not 0 <= index < len(self._free) or form >> 1 or count < 0:
+            self._class_index(group, form)
+            raise UsageError(f"expected a block count >= 0, got {count}")
+        free = self._free[index]
+        if free.count < count:
+            self._refill(index, count)
+        free.count = start = free.count - count
+        ids = free.ids[start : start + count].copy()
+        if count > SMALL_BATCH:
+            self._life[ids] = OPEN_ONCE
+        else:
+            words = self._words
+            for block_id in ids.tolist():
+                words[block_id] = OPEN_ONCE
+        return ids
+
+    def _refill(self, index: int, count: int) -> None:
+        """`make_room`; when only eviction inside the class can help and suffices, without counting everything first."""
+        missing = count - self._free[index].count
+        ledger = self.ledger
+        if (
+            missing <= SMALL_BATCH
+            and missing <= self.idle_counts[index] - self.held_idle_counts[index]
+            and len(ledger.unassigned) <= self.layout.spare_count
+            and not ledger.may_have_empty(index)
+        ):
+            self.evict_idle(index, missing)
+        else:
+            make_room(self, index, count)
+
+    # -- references ---------------------------------------------------------------------------------------------
+
+    def release(self, ids: IdBatch, run: bool = False) -> None:
+        """Gives back one reference to each block; -1 (a dropped position) is ignored.
+
+        Tables pass their blocks tail first, so that leaves are evicted first. A sealed block without references is
+        IDLE,
+        still a hit; an open or unnamed one is FREE (FENCED while held). `run`: the blocks that become idle are one
+        hit point of a sliding group, kept or dropped as one.
+        UsageError, with nothing changed, for a block without references or one that is given twice.
+        """
+        if len(ids) > SMALL_BATCH:
+            self._release_many(np.asarray(ids, dtype=np.int32), run)
+            return
+        batch: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        freed: list[int] = []
+        idle: list[int] = []
+        other: list[int] = []
+        try:
+            self._take_references(batch, freed, idle, other)
+        except (UsageError, IndexError) as error:
+            for block_id in freed:
+                self._words[block_id] = OPEN_ONCE
+            for block_id in idle:
+                self._words[block_id] = SEALED_ONCE
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"expected block ids below {self.ledger.id_capacity} to release, got {batch}") from None
+        if freed:
+            self._push_free(freed)
+        if other:
+            idle = self._release_other(batch, set(idle), set(other))
+        if idle:
+            self._become_idle_few(idle, run)
+
+    def _take_references(self, batch: list[int], freed: list[int], idle: list[int], other: list[int]) -> None:
+        """Sorts a batch by what the loss of a reference makes of it; words of `other` are only checked, not changed."""
+        words = self._words
+        # Words change while the batch is read, so that a block given twice is found by its second word.
+        for block_id in batch:
+            word = words[block_id]
+            if word == OPEN_ONCE and block_id >= 0:
+                words[block_id] = FREE
+                freed.append(block_id)
+            elif word == SEALED_ONCE and block_id >= 0:
+                words[block_id] = IDLE
+                idle.append(block_id)
+            elif block_id != -1:
+                other.append(block_id)
+        if other:
+            self._check_release_few(other)
+
+    def _check_release_few(self, ids: list[int]) -> None:
+        if len(set(ids)) < len(ids):
+            raise UsageError(f"expected distinct blocks to release, got {ids}")
+        for block_id in ids:
+            self._check_release(block_id, self._words[self._checked(block_id)])
+
+    def _release_other(self, batch: list[int], idle: set[int], other: set[int]) -> list[int]:
+        """Drops a reference of each of `other`; all blocks of the batch that are idle now, in its order."""
+        order: list[int] = []
+        for block_id in batch:
+            if block_id in other:
+                self._drop_reference(block_id, order)
+            elif block_id in idle:
+                order.append(block_id)
+        return order
+
+    def release_one(self, block_id: int) -> None:
+        """`release([block_id])`."""
+        if block_id == -1:
+            return
+        words = self._words
+        word = words[self._checked(block_id)]
+        if word == OPEN_ONCE:
+            words[block_id] = FREE
+            index = self._classes[block_id]
+            free = self._free[index]
+            free.view[free.count] = block_id
+            free.count += 1
+            self.ledger.frees[index] += 1
+        elif word == SEALED_ONCE:
+            words[block_id] = IDLE
+            index = self._classes[block_id]
+            self.idle_counts[index] += 1
+            self.tick = tick = self.tick + 1
+            self.policies[index].idle_one(block_id, tick)
+        else:
+            self._check_release(block_id, word)
+            idle: list[int] = []
+            self._drop_reference(block_id, idle)
+            if idle:
+                self._become_idle_few(idle, False)
+
+    def _check_release(self, block_id: int, word: int) -> None:
+        if word < ONE_REFERENCE:
+            raise UsageError(
+                f"expected a block with a reference to release, got block {block_id} ({BlockState(word & STATE).name})"
+            )
+        if word & EXACT_HELD and (word >> REFERENCE_SHIFT) <= self.exact_holders[block_id]:
+            raise UsageError(f"block {block_id}: expected drop_exact before the release of its last exact holder")
+
+    def _drop_reference(self, block_id: int, idle: list[int]) -> None:
+        """One reference less; a block that is now without goes to FREE or FENCED, or is IDLE and in `idle`."""
+        word = self._words[block_id] - ONE_REFERENCE
+        self._words[block_id] = word
+        if word < ONE_REFERENCE:
+            if word & (STATE | UNINDEXED) == SEALED:
+                self._words[block_id] = IDLE | word & HELD
+                idle.append(block_id)
+            else:
+                self._to_free(block_id)
+
+    def _release_many(self, ids: Ids, run: bool) -> None:
+        if ids.ndim != 1:
+            raise UsageError(f"expected a flat batch of block ids, got shape {ids.shape}")
+        if int(ids.min()) < 0:
+            ids = ids[ids >= 0]
+            if len(ids) <= SMALL_BATCH:
+                return self.release(ids, run)
+        words = self._distinct_words(ids, "release")
+        raw = words.tobytes()
+        if raw == self._open_once[: len(raw)]:
+            self._life[ids] = FREE
+            self._push_free_many(ids)
+            return None
+        if raw == self._sealed_once[: len(raw)]:
+            self._life[ids] = IDLE
+            self._become_idle(ids.copy(), run)
+            return None
+        if int(words.min()) < ONE_REFERENCE or bool((words & EXACT_HELD).any()):
+            for block_id, word in zip(ids.tolist(), words.tolist(), strict=True):
+                self._check_release(block_id, word)
+        words -= ONE_REFERENCE
+        self._life[ids] = words
+        gone = words < ONE_REFERENCE
+        named = gone & (words & (STATE | UNINDEXED) == SEALED)
+        for block_id in ids[gone & ~named & (words != OPEN)].tolist():
+            self._to_free(block_id)
+        plain = ids[gone & (words == OPEN)]
+        self._life[plain] = FREE
+        self._push_free_many(plain)
+        idle = ids[named]
+        if len(idle):
+            self._life[idle] = IDLE | words[named] & HELD
+            self._become_idle(idle, run)
+        return None
+
+    def share(self, ids: IdBatch) -> None:
+        """One more reference to each block (-1 ignored); an IDLE one is SEALED again.
+
+        UsageError, with nothing changed, for a block that is not OPEN, SEALED or IDLE, or that is given twice.
+        """
+        array = np.asarray(ids, dtype=np.int32)
+        if len(array) and int(array.min()) < 0:
+            array = array[array >= 0]
+        if not len(array):
+            return
+        words = self._distinct_words(array, "share")
+        states = words & STATE
+        idle = states == IDLE
+        if not bool((idle | (states == SEALED) | (states == OPEN)).all()):
+            wrong = int(array[~(idle | (states == SEALED) | (states == OPEN))][0])
+            raise UsageError(
+                f"expected blocks that are open, sealed or idle to share, got block {wrong} "
+                f"({self.state_of(wrong).name})"
+            )
+        words += ONE_REFERENCE
+        if bool(idle.any()):
+            words[idle] += SEALED - IDLE
+            self._leave_idle(array[idle], busy=True)
+        self._life[array] = words
+
+    def touch(self, ids: IdBatch) -> None:
+        """Makes idle blocks of a chain (given head first) the most recently used; leaves still go first."""
+        array = np.asarray(ids, dtype=np.int32)[::-1]
+        array = array[array >= 0]
+        array = array[self._life[array] & STATE == IDLE]
+        if len(array):
+            self._leave_idle(array, busy=True)
+            self._become_idle(array.copy(), False)
