@@ -175,5 +175,5 @@ class Server:
             extent_bytes=usage.extent_bytes,
             waste_bytes=usage.waste_bytes,
             running=usage.live_sequences,
-            preemptions=int(self._store.metrics.get("preemptions")),
+            preemptions=int(self._store.metrics.get("preempted_sequences")),
         )
