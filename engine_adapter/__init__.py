@@ -1,4 +1,4 @@
-"""Engines on top of the store: adapter interface, decode loop, model runner, latency.
+"""Engines on top of the store: adapter interface, decode loop, model runner, paged attention, latency.
 
 The public names, each loaded when it is first asked for (PEP 562): importing the package imports neither torch nor
 transformers.
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from engine_adapter.decode_loop import DecodeLoop, Runner, StepOutcome
     from engine_adapter.drafter import Drafter, PromptLookupDrafter
     from engine_adapter.latency import LatencyRecorder
+    from engine_adapter.model_geometry import geometry_from_config
+    from engine_adapter.model_source import LoadedModel, load_model
+    from engine_adapter.paged_cache import PagedCache
     from engine_adapter.request import Completion, FinishReason, Request, RequestResult
+    from engine_adapter.runner import HFRunner
 
 _HOMES = {
     "engine_adapter.adapter": ("EngineAdapter", "LoadEvent", "LoadOutcome", "Reservation", "StoreAdapter"),
@@ -23,7 +27,11 @@ _HOMES = {
     "engine_adapter.decode_loop": ("DecodeLoop", "Runner", "StepOutcome"),
     "engine_adapter.drafter": ("Drafter", "PromptLookupDrafter"),
     "engine_adapter.latency": ("LatencyRecorder",),
+    "engine_adapter.model_geometry": ("geometry_from_config",),
+    "engine_adapter.model_source": ("LoadedModel", "load_model"),
+    "engine_adapter.paged_cache": ("PagedCache",),
     "engine_adapter.request": ("Completion", "FinishReason", "Request", "RequestResult"),
+    "engine_adapter.runner": ("HFRunner",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -33,9 +41,12 @@ __all__ = [
     "Drafter",
     "EngineAdapter",
     "FinishReason",
+    "HFRunner",
     "LatencyRecorder",
     "LoadEvent",
     "LoadOutcome",
+    "LoadedModel",
+    "PagedCache",
     "PromptLookupDrafter",
     "Request",
     "RequestResult",
@@ -45,6 +56,8 @@ __all__ = [
     "StepBatch",
     "StepOutcome",
     "StoreAdapter",
+    "geometry_from_config",
+    "load_model",
 ]
 
 

@@ -11,27 +11,21 @@ are 64 bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from allocator import ConfigError, KVGeometry, UsageError
 from engine_adapter.batch import Int64Array
-from quant import BlockShape
+from quant import BlockShape, record_bytes, unpack_records
+from quant.int4_records import RecordParts
+from quant.record_layout import RUN_TOKENS
 
 if TYPE_CHECKING:
     from allocator import Slab
     from quant import BlockCodec
-
-
-class _RangedCodec(Protocol):
-    """A record codec: any layer range of its payload decodes on its own."""
-
-    def for_range(self, layers: slice, kv_heads: slice) -> BlockCodec: ...
-
-    def head_offsets(self, shape: BlockShape) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,9 @@ class PagedCache:
         try:
             return self._places[layer]
         except KeyError:
-            raise UsageError(f"layer {layer} is in no cache group; the geometry has {len(self._places)} layers") from None
+            raise UsageError(
+                f"layer {layer} is in no cache group; the geometry has {len(self._places)} layers"
+            ) from None
 
     # ---- write
 
@@ -116,18 +112,23 @@ class PagedCache:
         return self._groups[group].read_full(position, index, shape)
 
     def read_cold(
-        self, layer: int, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool
+        self, layer: int, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode INT4 blocks: slots int64[blocks] -> keys Tensor[blocks, kv_heads, block_tokens, key_dim], values.
+        """Decode INT4 blocks: slots int64[blocks] -> keys Tensor[blocks, kv_heads, block_tokens, key_dim], values."""
+        group, position = self.place(layer)
+        return self._groups[group].read_cold(position, slots, dtype)
 
-        rotated: leave V in the codec's rotated space (only where `can_rotate`); sum it there and rotate_back the sum.
+    def has_records(self, group: int) -> bool:
+        """Whether read_records works for a group: the cold codec is int4 and the group has V."""
+        return self._groups[group].has_records
+
+    def read_records(self, layer: int, slots: torch.Tensor) -> RecordParts:
+        """INT4 blocks taken apart but not decoded, for attention that folds scales: slots int64[blocks].
+
+        Parts are as quant.unpack_records gives them; record (block * kv_heads + head) * runs + run, 16 tokens each.
         """
         group, position = self.place(layer)
-        return self._groups[group].read_cold(position, slots, dtype, rotated=rotated)
-
-    def can_rotate(self, group: int) -> bool:
-        """Whether read_cold can leave V rotated: the cold codec is int4 and the group has V."""
-        return self._groups[group].can_rotate
+        return self._groups[group].read_records(position, slots)
 
     def gather(self, layer: int, entries: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of one sequence, in order: entries int64[blocks], full and INT4 mixed, none dropped.
@@ -163,7 +164,7 @@ class PagedCache:
             if form == 0:
                 found_keys, found_values = self.read_full(layer, self.full_index(group, slots[:, None]), (len(at), 1))
             else:
-                found_keys, decoded = self.read_cold(layer, slots, self.dtype, rotated=False)
+                found_keys, decoded = self.read_cold(layer, slots, self.dtype)
                 found_values = found_keys[..., :0] if decoded is None else decoded
             sequence, block = self.tensor(at // longest), self.tensor(at % longest)
             keys[sequence, :, block] = found_keys
@@ -196,6 +197,8 @@ class _GroupRows:
             )
         self.dense = self.full.is_contiguous() and self.key_dim == self.value_dim
         self.cold_codec = cold_codec
+        self.cold_words: torch.Tensor | None = None
+        self.cold_offsets: list[int] = []
         if not self.dense:
             self.keys_view = slab.keys_view(group)
             self.values_view = slab.values_view(group) if self.value_dim else None
@@ -256,60 +259,63 @@ class _GroupRows:
     # ---- INT4 blocks
 
     @property
-    def can_rotate(self) -> bool:
+    def has_records(self) -> bool:
         return self.cold_codec is not None and self.cold_codec.name == "int4" and self.value_dim > 0
 
     def read_cold(
-        self, position: int, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool
+        self, position: int, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        payload = self._payload(position, slots)
         codec: Any = self.cold_codec
-        if codec is None:
-            raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
-        first, last = self._layer_bytes(position)
-        extent, inside = self.slab.cold_index(self.group, slots)
-        payload = self.slab.cold_view(self.group)[extent, inside, first:last]  # a copy: uint8[blocks, layer bytes]
-        if rotated:
-            return self._decode_rotated(codec, position, payload, dtype)
         shape = (len(slots), 1, self.kv_heads, self.block_tokens)
         keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=payload.device)
         values = torch.empty((*shape, self.value_dim), dtype=dtype, device=payload.device) if self.value_dim else None
         codec.for_range(slice(position, position + 1), slice(0, self.kv_heads)).decode_into(payload, keys, values)
         return keys[:, 0], None if values is None else values[:, 0]
 
-    def _decode_rotated(
-        self, codec: Any, position: int, payload: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from quant import decode_records_rotated, record_bytes
-
-        runs = self.block_tokens // 16
-        shape = (len(payload), self.kv_heads, self.block_tokens)
-        keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=payload.device)
-        values = torch.empty((*shape, self.value_dim), dtype=dtype, device=payload.device)
-        head, at = 0, 0
+    def read_records(self, position: int, slots: torch.Tensor) -> RecordParts:
+        payload = self._payload(position, slots)
+        codec: Any = self.cold_codec
+        runs = self.block_tokens // RUN_TOKENS
+        pairs = [codec.bits.pair(position, head) for head in range(self.kv_heads)]
+        found, at, head = [], 0, 0
         while head < self.kv_heads:
-            bits = codec.bits.pair(position, head)
-            end = head + 1
-            while end < self.kv_heads and codec.bits.pair(position, end) == bits:
-                end += 1
-            size = record_bytes(self.key_dim, self.value_dim, *bits)
-            span = (end - head) * runs * size
-            records = payload[:, at : at + span].reshape(-1, size)
-            found_keys, found_values = decode_records_rotated(
-                records, self.key_dim, self.value_dim, dtype, key_bits=bits[0], value_bits=bits[1]
-            )
-            assert found_values is not None
-            if end - head == self.kv_heads:
-                return found_keys.view(keys.shape), found_values.view(values.shape)
-            part = (len(payload), end - head, self.block_tokens)
-            keys[:, head:end] = found_keys.view(*part, self.key_dim)
-            values[:, head:end] = found_values.view(*part, self.value_dim)
-            head, at = end, at + span
-        return keys, values
+            count = 1
+            while head + count < self.kv_heads and pairs[head + count] == pairs[head]:
+                count += 1
+            size = record_bytes(self.key_dim, self.value_dim, *pairs[head])
+            records = payload[:, at : at + count * runs * size].reshape(-1, size)
+            key_bits, value_bits = pairs[head]
+            parts = unpack_records(records, self.key_dim, self.value_dim, key_bits=key_bits, value_bits=value_bits)
+            found.append((parts, count * runs))
+            head, at = head + count, at + count * runs * size
+        return found[0][0] if len(found) == 1 else _join_heads(found, len(slots))
 
-    def _layer_bytes(self, position: int) -> tuple[int, int]:
-        """First and last byte of a layer's records inside an INT4 slot."""
+    def _payload(self, position: int, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of one layer's records: uint8[blocks, bytes of the layer]. Moved as words: bytes are 5 times slower."""
+        if self.cold_codec is None:
+            raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
+        if self.cold_words is None:
+            self.cold_words = self.slab.cold_view(self.group).view(torch.int64)
+            self.cold_offsets = self._layer_offsets()
+        first, last = self.cold_offsets[position : position + 2]
+        per_extent = self.cold_words.shape[1]
+        words = self.cold_words[slots // per_extent, slots % per_extent, first // 8 : last // 8]
+        return words.view(torch.uint8)
+
+    def _layer_offsets(self) -> list[int]:
+        """First byte of each layer's records inside an INT4 slot, and the end; multiples of 64."""
         codec: Any = self.cold_codec
         shape = BlockShape(self.layers, self.kv_heads, self.block_tokens, self.key_dim, self.value_dim)
-        offsets = codec.head_offsets(shape)
-        end = offsets[position + 1][0] if position + 1 < self.layers else codec.encoded_bytes(shape, self.full.dtype)
-        return offsets[position][0], end
+        return [heads[0] for heads in codec.head_offsets(shape)] + [codec.encoded_bytes(shape, self.full.dtype)]
+
+
+def _join_heads(found: list[tuple[RecordParts, int]], blocks: int) -> RecordParts:
+    """Parts of head ranges with different bits, put together: found holds (parts, records of a block)."""
+
+    def join(name: str) -> torch.Tensor:
+        parts = [getattr(one, name) for one, _ in found]
+        shaped = [part.view(blocks, count, *part.shape[1:]) for part, (_, count) in zip(parts, found, strict=True)]
+        return torch.cat(shaped, 1).flatten(0, 1)
+
+    return RecordParts(*(join(field.name) for field in fields(RecordParts)))

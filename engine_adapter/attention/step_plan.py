@@ -68,7 +68,11 @@ class DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A step for one cache group. cold_slots: int64[unique], INT4 slots that decode buckets read, each once."""
+    """A step for one cache group.
+
+    cold_slots: int64[unique], INT4 slots that decode buckets read, each once, in the order of first use: a bucket
+    that shares none of its blocks finds them in a row.
+    """
 
     window_tokens: int | None
     pieces: tuple[PrefillPiece, ...]
@@ -91,7 +95,9 @@ class _Reader:
         return len(self.full_blocks) + len(self.cold_blocks)
 
 
-def plan_group(batch: StepBatch, group: int, block_tokens: int, window_tokens: int | None, bucket_blocks: int) -> GroupPlan:
+def plan_group(
+    batch: StepBatch, group: int, block_tokens: int, window_tokens: int | None, bucket_blocks: int
+) -> GroupPlan:
     """Plan a step. bucket_blocks: blocks (padding counted) that one bucket may hold, so that it stays in cache.
 
     Raises UsageError when a table lacks a block that a query must see, or does not agree with the slot mapping.
@@ -106,9 +112,14 @@ def plan_group(batch: StepBatch, group: int, block_tokens: int, window_tokens: i
         else:
             readers.append(_reader(part, row, table, block_tokens, window_tokens))
         row += part.token_count
-    cold = [reader.table[reader.cold_blocks] >> 1 for reader in readers if len(reader.cold_blocks)]
-    cold_slots = np.unique(np.concatenate(cold)) if cold else np.empty(0, np.int64)
-    buckets = [_bucket(members, cold_slots, block_tokens) for members in _grouped(readers, bucket_blocks)]
+    grouped = _grouped(readers, bucket_blocks)
+    cold = [one.table[one.cold_blocks] >> 1 for members in grouped for one in members]
+    listed = np.concatenate(cold) if cold else np.empty(0, np.int64)
+    ordered, first = np.unique(listed, return_index=True)
+    rank = np.empty(len(ordered), np.int64)
+    rank[np.argsort(first)] = np.arange(len(ordered))
+    cold_slots = listed[np.sort(first)]
+    buckets = [_bucket(members, ordered, rank, block_tokens) for members in grouped]
     return GroupPlan(window_tokens, tuple(pieces), tuple(buckets), cold_slots)
 
 
@@ -209,7 +220,8 @@ def _fits(members: list[_Reader], reader: _Reader, bucket_blocks: int) -> bool:
     return True
 
 
-def _bucket(members: Sequence[_Reader], cold_slots: Int64Array, block_tokens: int) -> DecodeBucket:
+def _bucket(members: Sequence[_Reader], ordered: Int64Array, rank: Int64Array, block_tokens: int) -> DecodeBucket:
+    """ordered: INT4 slots of the step, ascending; rank: where each stands in GroupPlan.cold_slots."""
     count = len(members)
     queries = max(one.part.token_count for one in members)
     full = max(len(one.full_blocks) for one in members)
@@ -231,7 +243,7 @@ def _bucket(members: Sequence[_Reader], cold_slots: Int64Array, block_tokens: in
         full_slots[at, held:] = full_slots[at, 0]
         positions[at, :held] = one.full_blocks[:, None] * block_tokens + inside
         if len(one.cold_blocks):
-            index = np.searchsorted(cold_slots, one.table[one.cold_blocks] >> 1)
+            index = rank[np.searchsorted(ordered, one.table[one.cold_blocks] >> 1)]
             cold_index[at, : len(index)] = index
             cold_index[at, len(index) :] = index[0]
             positions[at, full : full + len(index)] = one.cold_blocks[:, None] * block_tokens + inside

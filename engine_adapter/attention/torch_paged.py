@@ -1,9 +1,8 @@
 """Attention over mixed full and INT4 blocks in plain torch: the reference of every faster path, and their fallback.
 
 Prefill pieces go one by one through scaled_dot_product_attention with a mask aligned to their context. Decode and
-verify slices go in buckets: one gather of all their full blocks, one decode of each INT4 block however many sequences
-read it, then scores, one softmax over both kinds, and V summed. V of INT4 blocks stays in the codec's rotated space
-until it is summed; the sum is rotated back once per head.
+verify slices go in buckets: one gather of all their full blocks, one reading of each INT4 block however many sequences
+share it (cold_blocks), then scores, one softmax over both kinds, and V summed.
 
 A masked key must still be a finite number, since 0 * NaN is NaN: what nobody has written is cleared or cut off before
 it is used.
@@ -14,11 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from allocator import UsageError
 from engine_adapter.attention import AttentionSettings
+from engine_adapter.attention.cold_blocks import ColdBlocks, ColdPick, read_cold_blocks
+from engine_adapter.attention.products import scores_of, softmax_with_sinks
 from engine_adapter.attention.step_plan import DecodeBucket, PrefillPiece, plan_group
 from engine_adapter.batch import StepBatch
 from engine_adapter.paged_cache import PagedCache, RowIndex
@@ -47,15 +49,15 @@ class _Piece:
 class _Bucket:
     """A decode bucket ready for any layer.
 
-    mask: float32[sequences, queries, 1, keys], 0 or -inf. cold_rows: int64[...] picks decoded blocks into the layout
-    [sequences, cold_blocks], None without any. unwritten: int64 places in [sequences, full_blocks * block_tokens].
+    mask: float32[sequences, queries, 1, keys], 0 or -inf; full blocks come first, then INT4 blocks.
+    unwritten: (sequence, token) int64 places among the full blocks whose bytes nobody wrote.
     """
 
     rows: torch.Tensor
     shape: tuple[int, int]
     full: RowIndex
     full_blocks: int
-    cold_rows: torch.Tensor | None
+    cold: ColdPick | None
     mask: torch.Tensor
     unwritten: tuple[torch.Tensor, torch.Tensor] | None
 
@@ -84,9 +86,7 @@ class TorchPagedAttention:
         found = cache.geometry.groups[group]
         block_tokens = cache.geometry.block_tokens
         block_bytes = block_tokens * found.kv_heads * (found.key_dim + found.value_dim) * cache.geometry.dtype_bytes
-        planned = plan_group(
-            batch, group, block_tokens, found.window_tokens, max(1, self._bucket_bytes // block_bytes)
-        )
+        planned = plan_group(batch, group, block_tokens, found.window_tokens, max(1, self._bucket_bytes // block_bytes))
         cold = cache.tensor(planned.cold_slots) if len(planned.cold_slots) else None
         return TorchPlan(
             cache=cache,
@@ -114,13 +114,13 @@ class TorchPagedAttention:
         for piece in plan.pieces:
             first = piece.piece.first_row
             out[first : first + piece.piece.row_count] = _attend_piece(plan, piece, layer, tokens, settings)
-        cold: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        rotated = plan.cache.can_rotate(plan.group)
+        cold: ColdBlocks | None = None
         if plan.cold_slots is not None:
-            cold = plan.cache.read_cold(layer, plan.cold_slots, query.dtype, rotated=rotated)
+            cold = read_cold_blocks(
+                plan.cache, plan.group, layer, plan.cold_slots, query.dtype, settings.latent_value_dim
+            )
         for bucket in plan.buckets:
-            found = _attend_bucket(plan, bucket, layer, tokens, settings, cold)
-            out[bucket.rows] = found
+            out[bucket.rows] = _attend_bucket(plan, bucket, layer, tokens, settings, cold)
         return out
 
 
@@ -165,10 +165,19 @@ def _ready_bucket(
         shape=(bucket.rows.shape[0], bucket.rows.shape[1]),
         full=cache.full_index(group, cache.tensor(bucket.full_slots)),
         full_blocks=full_blocks,
-        cold_rows=cache.tensor(bucket.cold_index) if bucket.cold_index.shape[1] else None,
+        cold=_ready_pick(bucket, cache),
         mask=mask[:, :, None, :],
         unwritten=unwritten,
     )
+
+
+def _ready_pick(bucket: DecodeBucket, cache: PagedCache) -> ColdPick | None:
+    if not bucket.cold_index.shape[1]:
+        return None
+    flat = bucket.cold_index.reshape(-1)
+    first, end = int(flat[0]), int(flat[0]) + len(flat)
+    in_order = bool((flat == np.arange(first, end)).all())
+    return ColdPick(cache.tensor(bucket.cold_index), (first, end) if in_order else None)
 
 
 # ---- prefill
@@ -201,9 +210,7 @@ def _attend_piece(
     return found.flatten(0, 1).transpose(0, 1)
 
 
-def _piece_keys(
-    plan: TorchPlan, piece: PrefillPiece, layer: int, tokens: _Tokens
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _piece_keys(plan: TorchPlan, piece: PrefillPiece, layer: int, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """K Tensor[kv_heads, key_count, key_dim] and V that the piece sees, in query's dtype."""
     if piece.fresh_row is not None:
         span = slice(piece.fresh_row, piece.fresh_row + piece.key_count)
@@ -219,7 +226,7 @@ def _explicit_piece(
 ) -> torch.Tensor:
     """Scores written out, for what scaled_dot_product_attention has no word for: softcap, sinks, V of another dim."""
     kv_heads, groups, count, _ = query.shape
-    scores = _scores(query.flatten(1, 2), keys, settings.scaling).view(kv_heads, groups, count, -1)
+    scores = scores_of(query.flatten(1, 2), keys, settings.scaling).view(kv_heads, groups, count, -1)
     if settings.softcap is not None:
         scores = torch.tanh(scores / settings.softcap) * settings.softcap
     mask = ready.mask
@@ -227,7 +234,7 @@ def _explicit_piece(
         mask = torch.ones((count, keys.shape[1]), dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     sinks = None if settings.sinks is None else settings.sinks.float().view(kv_heads, groups, 1, 1)
-    weights = _softmax(scores, sinks).to(query.dtype).view(kv_heads, groups * count, -1)
+    weights = softmax_with_sinks(scores, sinks).to(query.dtype).view(kv_heads, groups * count, -1)
     return torch.bmm(weights, values.to(weights.dtype)).view(kv_heads, groups, count, -1)
 
 
@@ -240,7 +247,7 @@ def _attend_bucket(
     layer: int,
     tokens: _Tokens,
     settings: AttentionSettings,
-    cold: tuple[torch.Tensor, torch.Tensor | None] | None,
+    cold: ColdBlocks | None,
 ) -> torch.Tensor:
     """Tensor[sequences, queries, query_heads, value_dim]."""
     sequences, queries = bucket.shape
@@ -249,26 +256,22 @@ def _attend_bucket(
     kv_heads = full_keys.shape[1]
     groups = heads // kv_heads
     query = tokens.query[bucket.rows].view(sequences, queries, kv_heads, groups, -1)
-    query = query.transpose(1, 2).reshape(sequences * kv_heads, queries * groups, -1)
-    keys = [full_keys.to(dtype).flatten(0, 1)]
-    values = [full_values.to(dtype).flatten(0, 1)]
-    if bucket.cold_rows is not None and cold is not None:
-        keys.append(_pick_cold(cold[0], bucket.cold_rows))
-        values.append(_pick_cold(cold[1], bucket.cold_rows) if cold[1] is not None else keys[-1])
-    if settings.latent_value_dim is not None:
-        values = [part[..., : settings.latent_value_dim] for part in keys]
-    parts = [_scores(query, part, settings.scaling) for part in keys]
-    scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    query = query.transpose(1, 2).reshape(sequences, kv_heads, queries * groups, -1)
+    scores = scores_of(query.flatten(0, 1), full_keys.to(dtype).flatten(0, 1), settings.scaling)
+    scores = scores.view(sequences, kv_heads, queries * groups, -1)
+    if bucket.cold is not None and cold is not None:
+        scores = torch.cat((scores, cold.scores(query, bucket.cold, settings.scaling)), -1)
     scores = scores.view(sequences, kv_heads, queries, groups, -1)
     if settings.softcap is not None:
         scores = torch.tanh(scores / settings.softcap) * settings.softcap
     scores += bucket.mask[:, None]
     sinks = None if settings.sinks is None else settings.sinks.float().view(1, kv_heads, 1, groups, 1)
-    weights = _softmax(scores, sinks).to(dtype).view(sequences * kv_heads, queries * groups, -1)
-    found = torch.bmm(weights[..., : keys[0].shape[1]], values[0])
-    if len(values) > 1:
-        summed = torch.bmm(weights[..., keys[0].shape[1] :], values[1])
-        found = found + (_rotate_back(summed) if plan.cache.can_rotate(plan.group) else summed)
+    weights = softmax_with_sinks(scores, sinks).flatten(2, 3)
+    values = full_keys[..., : settings.latent_value_dim] if settings.latent_value_dim is not None else full_values
+    count = full_keys.shape[2]
+    found = torch.matmul(weights[..., :count].to(dtype), values.to(dtype))
+    if bucket.cold is not None and cold is not None:
+        found = found.float().add_(cold.weigh(weights[..., count:], bucket.cold, dtype)).to(dtype)
     found = found.view(sequences, kv_heads, queries, groups, -1).transpose(1, 2)
     return found.reshape(sequences, queries, heads, -1)
 
@@ -281,41 +284,3 @@ def _full_part(cache: PagedCache, bucket: _Bucket, layer: int) -> tuple[torch.Te
         keys[sequence, :, token] = 0
         values[sequence, :, token] = 0
     return keys, values
-
-
-def _pick_cold(decoded: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """decoded Tensor[blocks, kv_heads, block_tokens, dim], rows int64[sequences, picked]
-    -> Tensor[sequences * kv_heads, picked * block_tokens, dim]."""
-    sequences, picked = rows.shape
-    blocks, kv_heads, block_tokens, dim = decoded.shape
-    flat = rows[:, None, :] * kv_heads + torch.arange(kv_heads, device=rows.device)[None, :, None]
-    found = decoded.view(blocks * kv_heads, block_tokens * dim).index_select(0, flat.reshape(-1))
-    return found.view(sequences * kv_heads, picked * block_tokens, dim)
-
-
-def _scores(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """query [n, queries, dim] times keys [n, tokens, dim], scaled, float32 [n, queries, tokens].
-
-    In 16-bit dtypes a product comes back rounded to 8 or 11 bits, which on scores of 16 is an error of several
-    percent in the weights. The second product returns what the first one lost: the sum is nearly float32.
-    """
-    turned = keys.transpose(-1, -2)
-    first = torch.bmm(query, turned)
-    if first.dtype == torch.float32:
-        return first.mul_(scaling)
-    rest = torch.baddbmm(first, query, turned, beta=-1)
-    return first.float().add_(rest).mul_(scaling)
-
-
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last dim of float32 scores; sinks, broadcastable with last dim 1, take a share for nothing."""
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    column = sinks.expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
-
-
-def _rotate_back(summed: torch.Tensor) -> torch.Tensor:
-    from quant import rotate_back
-
-    return rotate_back(summed)

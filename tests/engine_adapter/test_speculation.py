@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from loop_kit import FAMILIES, Kit, KitMaker, geometry, make_store, prompt
 
 from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.drafter import PromptLookupDrafter
 from engine_adapter.request import FinishReason, Request
 from engine_adapter.sampling import draw, uniform_at
 from engine_adapter.testing import ScriptedDrafter, ToyRunner, toy_generate
+from tests.engine_adapter.loop_kit import FAMILIES, Kit, KitMaker, geometry, make_store, prompt
 
 
 def with_drafter(kit: Kit, drafter: object, **options: object) -> None:
@@ -116,9 +116,9 @@ def test_prompt_lookup_over_a_small_vocabulary() -> None:
             assert accepted > 10
 
 
-@pytest.mark.parametrize("family", ["full", "hybrid"])
-def test_drafts_yield_to_memory_and_to_waiting_prompts(make_kit: KitMaker, family: str) -> None:
-    kit = make_kit(family, blocks=24, host_blocks=30)
+@pytest.mark.parametrize(("family", "blocks"), [("full", 18), ("hybrid", 14)])
+def test_drafts_yield_to_memory_and_to_waiting_prompts(make_kit: KitMaker, family: str, blocks: int) -> None:
+    kit = make_kit(family, blocks=blocks, host_blocks=30)
     requests = [Request(f"r{index}", prompt(index, 12 + index), 24) for index in range(6)]
     streams = [[*r.token_ids, *kit.expect(r.token_ids, 24)] for r in requests]
     with_drafter(kit, ScriptedDrafter(streams, draft_tokens=5, right_tokens=3), step_tokens=9)
