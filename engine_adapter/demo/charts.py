@@ -129,7 +129,8 @@ def line_chart(title: str, series: Sequence[Series], x_name: str, y_name: str, *
     content = frame.axes(x_name, y_name, y_label)
     for one in series:
         path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in one.points)
-        content.append(f'<polyline class="line {one.kind}" points="{path}"><title>{escape(one.name)}</title></polyline>')
+        name = f"<title>{escape(one.name)}</title>"
+        content.append(f'<polyline class="line {one.kind}" points="{path}">{name}</polyline>')
     return _svg(title, content) + legend([(one.name, one.kind) for one in series])
 
 
@@ -166,10 +167,8 @@ def bar_chart(bars: Sequence[Bar], *, with_legend: bool = False) -> str:
             for part in bar.parts
             if part.value > 0
         )
-        rows.append(
-            f'<div class="bar"><div class="bar-name"><span>{escape(bar.name)}</span><span>{escape(bar.text)}</span></div>'
-            f'<div class="track">{pieces}</div></div>'
-        )
+        names = f"<span>{escape(bar.name)}</span><span>{escape(bar.text)}</span>"
+        rows.append(f'<div class="bar"><div class="bar-name">{names}</div><div class="track">{pieces}</div></div>')
     shown = "".join(rows)
     if with_legend and bars:
         shown += legend([(part.name, part.kind) for part in bars[0].parts])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine_adapter.demo.serve import Progress as Served
 
 _REFRESH_SECONDS = 0.1
+_MARKS = {True: "[green]held[/green]", False: "[bold red]FAILED[/bold red]", None: "[dim]n/a[/dim]"}
 
 
 class ConsoleDisplay:
@@ -92,6 +93,5 @@ class ConsoleDisplay:
         table.add_column("promise", no_wrap=True)
         table.add_column("found")
         for promise in found:
-            mark = {True: "[green]held[/green]", False: "[bold red]FAILED[/bold red]", None: "[dim]n/a[/dim]"}[promise.held]
-            table.add_row(mark, promise.name, promise.found)
+            table.add_row(_MARKS[promise.held], promise.name, promise.found)
         self.console.print(table)

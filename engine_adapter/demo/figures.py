@@ -79,7 +79,7 @@ FIGURES = (
         lambda r: count(r.tokens_resident_peak),
         "Most tokens whose KV lay on the device at one time.",
     ),
-    Figure("peak full precision", lambda r: megabytes(r.peak_bytes["full"]), "Most device bytes of blocks as computed."),
+    Figure("peak full precision", lambda r: megabytes(r.peak_bytes["full"]), "Most device bytes of unsqueezed blocks."),
     Figure("peak INT4", lambda r: megabytes(r.peak_bytes["int4"]), "Most device bytes of blocks squeezed to 4 bits."),
     Figure("peak host", lambda r: megabytes(r.peak_bytes["host"]), "Most bytes of copies in the host's memory."),
     Figure(

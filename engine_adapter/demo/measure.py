@@ -110,9 +110,7 @@ def run_setting(
             raise RuntimeError("the store has no slab; the demo computes on one")
         runner.attach(store.slab, store.cold_codec)
         loop = DecodeLoop(runner, store, max_batch_sequences=workload.users, step_tokens=step_tokens)
-        server = Server(
-            loop, store, forced=forced, keep_logits=keep_logits, on_step=on_step, exact=setting.exact
-        )
+        server = Server(loop, store, forced=forced, keep_logits=keep_logits, on_step=on_step, exact=setting.exact)
         served = server.run(workload)
         store.check_invariants()
         report = _report(setting, store, loop, served)
@@ -168,12 +166,16 @@ def _report(setting: Setting, store: KVStore, loop: DecodeLoop, served: Served) 
     )
 
 
-def compared(run: SettingRun, *, outputs_equal: bool, agreement: float | None, mean_kl: float | None = None,
-             max_kl: float | None = None) -> SettingReport:
+def compared(
+    run: SettingRun,
+    *,
+    outputs_equal: bool,
+    agreement: float | None,
+    mean_kl: float | None = None,
+    max_kl: float | None = None,
+) -> SettingReport:
     """The report of a run with what a comparison found."""
-    return replace(
-        run.report, outputs_equal=outputs_equal, agreement=agreement, mean_kl=mean_kl, max_kl=max_kl
-    )
+    return replace(run.report, outputs_equal=outputs_equal, agreement=agreement, mean_kl=mean_kl, max_kl=max_kl)
 
 
 def mean_waste(samples: Sequence[Sample]) -> float:

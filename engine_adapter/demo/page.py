@@ -206,8 +206,8 @@ def _method(report: Report) -> str:
         f"the {count(workload['output_tokens_compared'])} output tokens. In bf16 a few first choices differ because "
         "the order of additions does, which is why tight does not agree everywhere either.</p>"
         f"<p>A block of 16 tokens takes {count(cold['full_bytes'])} bytes, squeezed {count(cold['cold_bytes'])} "
-        f"({percent(cold['share'])}). A conversation-only run of {count(chat['requests'])} turns in tight-int4's memory "
-        f"wasted {percent(chat['waste_fraction'], 2)}.</p>"
+        f"({percent(cold['share'])}). A run of {count(chat['requests'])} turns of conversation alone, in tight-int4's "
+        f"memory, wasted {percent(chat['waste_fraction'], 2)}.</p>"
         f'<p class="note">{escape(machine["processor"])}, {machine["cores"]} cores, {machine["threads"]} threads; '
         f"Python {escape(machine['python'])}, torch {escape(machine['torch'])}, transformers "
         f"{escape(machine['transformers'])}; {seconds(report['wall_seconds'])} in all, "

@@ -230,9 +230,7 @@ def _run(
 ) -> SettingRun:
     on_step = display.begin(setting.name, workload.request_count)
     try:
-        return run_setting(
-            setting, loaded, runner, workload, step_tokens=sizes.step_tokens, on_step=on_step, **kwargs
-        )
+        return run_setting(setting, loaded, runner, workload, step_tokens=sizes.step_tokens, on_step=on_step, **kwargs)
     finally:
         display.end()
 
@@ -260,9 +258,7 @@ def ample_bytes(geometry: KVGeometry, workload: Workload) -> int:
 
 def _longest(workload: Workload) -> int:
     return max(
-        len(session.first_prompt)
-        + sum(map(len, session.follow_ups))
-        + session.turn_count * workload.max_new_tokens
+        len(session.first_prompt) + sum(map(len, session.follow_ups)) + session.turn_count * workload.max_new_tokens
         for session in workload.sessions
     )
 

@@ -4,12 +4,14 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --ink: #16181d; --soft: #5a6270; --line: #d9dde3;
-  --ample: #6b7280; --tight: #c2570c; --int4: #1d5fd1; --host: #7c4fc4; --full: #0f7f74; --work: #b0455c; --good: #1a7f37; --bad: #c62828;
+  --ample: #6b7280; --tight: #c2570c; --int4: #1d5fd1; --host: #7c4fc4; --full: #0f7f74; --work: #b0455c;
+  --good: #1a7f37; --bad: #c62828;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #101216; --card: #191c22; --ink: #e8eaee; --soft: #a3abb8; --line: #333943;
-    --ample: #9aa3b2; --tight: #f0883e; --int4: #6aa5ff; --host: #b794f6; --full: #3fbfae; --work: #f08aa0; --good: #4cc26a; --bad: #ff7b72;
+    --ample: #9aa3b2; --tight: #f0883e; --int4: #6aa5ff; --host: #b794f6; --full: #3fbfae; --work: #f08aa0;
+    --good: #4cc26a; --bad: #ff7b72;
   }
 }
 * { box-sizing: border-box; }
@@ -43,8 +45,10 @@ svg .limit { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 5 4; }
 .swatch.host, .piece.host { background: var(--host); }
 .swatch.full, .piece.full { background: var(--full); }
 .swatch.work, .piece.work { background: var(--work); }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 4px 0; font-size: .85rem; }
-.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 4px 0;
+  font-size: .85rem; }
+.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -1px; }
 .bar { margin: 8px 0; }
 .bar-name { display: flex; justify-content: space-between; gap: 12px; font-size: .9rem; }
 .track { display: flex; height: 14px; background: var(--page); border-radius: 4px; overflow: hidden; }

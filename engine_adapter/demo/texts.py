@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-
 from pydoc_data.topics import topics
 
 _UNDERLINE = re.compile(r"^([*=\-^~\"'.+#])\1{2,}$")
