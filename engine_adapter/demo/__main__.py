@@ -79,7 +79,7 @@ def run(options: Options, sizes: Sizes, display: ConsoleDisplay) -> dict[str, An
     """Both parts; shows table and promises. Returns the report that goes into demo-report.json."""
     import torch
 
-    from engine_adapter.demo.document import report_document
+    from engine_adapter.demo.document import kept_promises, report_document
     from engine_adapter.demo.parts import exact_part, memory_part
     from engine_adapter.model_source import load_model
 
@@ -101,7 +101,7 @@ def run(options: Options, sizes: Sizes, display: ConsoleDisplay) -> dict[str, An
         cpu_seconds=time.process_time() - cpu_started,
     )
     display.table([*exact.settings, *memory.settings])
-    display.promises([*exact.promises, *memory.promises])
+    display.promises(kept_promises(options, exact, memory))
     return report
 
 

@@ -112,7 +112,7 @@ def _frame(series: Sequence[Series], limit: Limit | None, top: float) -> _Frame:
     largest = max(top, limit.value * 1.08 if limit is not None else 0.0)
     x_ticks = ticks(right)
     if len(x_ticks) > 1 and x_ticks[-1] > right > 0:  # let the lines reach the right edge
-        x_ticks = [*[tick for tick in x_ticks if tick < right * 0.93], right]
+        x_ticks = [*[tick for tick in x_ticks if tick < right * 0.88], right]
     return _Frame(x_ticks, ticks(largest))
 
 

@@ -29,8 +29,9 @@ def render(report: Report) -> str:
         [
             _introduction(report, settings),
             _tiles(settings),
+            f"<h2>In pictures</h2><div class='grid wide'>{''.join(_timelines(served))}</div>",
+            f"<div class='grid'>{''.join(_pictures(served))}</div>",
             f"<h2>What was promised, and what came out</h2>{_promises(report)}",
-            f"<h2>In pictures</h2><div class='grid'>{''.join(_pictures(served))}</div>",
             f"<h2>All figures</h2>{_table(report)}",
             f"<h2>How it was measured</h2>{_method(report)}",
         ]
@@ -49,7 +50,7 @@ def _introduction(report: Report, settings: Mapping[str, Setting]) -> str:
     return (
         f"<h1>{_TITLE}</h1>"
         f"<p>While a language model writes, it keeps <i>keys and values</i> (KV) of every token it has read: here "
-        f"{count(workload['kv_token_bytes'])} bytes a token, which soon is more than the model itself. This page shows "
+        f"{count(workload['kv_token_bytes'])} bytes a token, so every open conversation holds memory. This page shows "
         f"{escape(report['model']['name'])} answering {count(ample['requests'])} requests of {workload['users']} users "
         f"at a time about {workload['documents']} shared documents ({count(shared)} tokens) and in one longer chat, "
         f"three times: with all the memory it wants (<b>ample</b>, {megabytes(ample['peak_device_bytes'])} at the "
@@ -86,7 +87,7 @@ def _promises(report: Report) -> str:
     return f'<div class="card"><ul class="promises">{"".join(rows)}</ul></div>'
 
 
-def _pictures(served: Sequence[Setting]) -> list[str]:
+def _timelines(served: Sequence[Setting]) -> list[str]:
     int4 = served[2]
     timeline = int4["timeline"]
     limit = int4["device_bytes_limit"] / MEGA
@@ -108,11 +109,21 @@ def _pictures(served: Sequence[Setting]) -> list[str]:
         ),
         _card(
             "What fills the memory in tight-int4",
-            area_chart("Device bytes by precision over time in tight-int4", areas, "seconds", "MB on the device",
-                       limit=Limit(f"limit {limit:.0f} MB", limit)),
+            area_chart(
+                "Device bytes by precision over time in tight-int4",
+                areas,
+                "seconds",
+                "MB on the device",
+                limit=Limit(f"limit {limit:.0f} MB", limit),
+            ),
             "A block is computed in full precision and squeezed to INT4 when it is 128 tokens old; attention reads "
             "both side by side.",
         ),
+    ]
+
+
+def _pictures(served: Sequence[Setting]) -> list[str]:
+    return [
         _card(
             "Where prompt tokens came from",
             bar_chart([_prompt_bar(s) for s in served], with_legend=True),

@@ -88,8 +88,7 @@ def exact_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> PartRepor
         ample = _run(Setting(EXACT_AMPLE, geometry.dtype, ample_bytes(geometry, workload), 0, "raw", exact=True),
                      loaded, runner, workload, sizes, display)  # fmt: skip
         peak = ample.report.peak_device_bytes
-        least = _sequence_bytes(geometry, _longest(workload) + 3 * BLOCK_TOKENS)
-        device_bytes = max(int(_EXACT_TIGHT_SHARE * peak), least)
+        device_bytes = max(int(_EXACT_TIGHT_SHARE * peak), least_bytes(geometry, workload))
         tight = _run(Setting(EXACT_TIGHT, geometry.dtype, device_bytes, int(HOST_SHARE * peak), "raw", exact=True),
                      loaded, runner, workload, sizes, display)  # fmt: skip
     finally:
@@ -155,7 +154,8 @@ def memory_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> MemoryRe
         roomy = Setting(AMPLE, geometry.dtype, ample_bytes(geometry, workload), 0, "raw")
         ample = _run(roomy, loaded, runner, workload, sizes, display, keep_logits=reference.keep)
         peak = ample.report.peak_device_bytes
-        device_bytes, host_bytes = int(TIGHT_SHARE * peak), int(HOST_SHARE * peak)
+        device_bytes = max(int(TIGHT_SHARE * peak), least_bytes(geometry, workload))
+        host_bytes = int(HOST_SHARE * peak)
         forced: list[SettingReport] = []
         for name, codec in ((TIGHT, "raw"), (TIGHT_INT4, _INT4_CODEC)):
             setting = Setting(name, geometry.dtype, device_bytes, host_bytes, codec)
@@ -256,11 +256,13 @@ def ample_bytes(geometry: KVGeometry, workload: Workload) -> int:
     return _sequence_bytes(geometry, int(1.2 * tokens) + 512)
 
 
-def _longest(workload: Workload) -> int:
-    return max(
+def least_bytes(geometry: KVGeometry, workload: Workload) -> int:
+    """Device bytes without which the longest sequence could not be served at all, a spare extent included."""
+    longest = max(
         len(session.first_prompt) + sum(map(len, session.follow_ups)) + session.turn_count * workload.max_new_tokens
         for session in workload.sessions
     )
+    return int(1.15 * _sequence_bytes(geometry, longest + 6 * BLOCK_TOKENS))
 
 
 def _sequence_bytes(geometry: KVGeometry, tokens: int) -> int:

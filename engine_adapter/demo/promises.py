@@ -19,6 +19,7 @@ COLD_SHARE_LIMIT = 0.30
 RESIDENT_RATIO = 2.2
 AGREEMENT_FLOOR = 0.95
 KL_LIMIT = 0.006
+EQUAL = "equal outputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def exact_promises(reports: Iterable[SettingReport]) -> list[Promise]:
     for report in reports:
         promises.append(
             Promise(
-                f"{report.name}: equal outputs",
+                f"{report.name}: {EQUAL}",
                 "In float32 every output token equals that of transformers' own generate.",
                 "equal" if report.outputs_equal else f"agreement {report.agreement:.4f}",
                 report.outputs_equal,
@@ -146,10 +147,9 @@ def fidelity_promise(int4: SettingReport, tight: SettingReport) -> Promise:
     )
 
 
-def unchecked(promises: Iterable[Promise], names: Iterable[str]) -> list[Promise]:
-    """The promises with those of `names` marked as not checked."""
-    left_out = set(names)
+def unchecked(promises: Iterable[Promise]) -> list[Promise]:
+    """The promises of a run that is too small for them: shown, but not checked."""
     return [
-        Promise(promise.name, promise.claim, promise.found, None) if promise.name in left_out else promise
+        promise if promise.name.endswith(EQUAL) else Promise(promise.name, promise.claim, promise.found, None)
         for promise in promises
     ]

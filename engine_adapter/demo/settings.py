@@ -69,9 +69,8 @@ class Sizes:
 
 
 QUICK = Sizes(
-    documents=2,
-    document_tokens=300,
-    questions=6,
+    document_tokens=160,
+    questions=8,
     chat_turns=2,
     passage_tokens=60,
     chats=2,

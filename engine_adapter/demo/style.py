@@ -23,13 +23,14 @@ h3 { font-size: 1rem; margin: 0 0 4px; }
 p { margin: 6px 0 12px; max-width: 76ch; }
 .soft, figcaption, .note { color: var(--soft); font-size: .9rem; }
 .grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); }
+.grid.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); margin-bottom: 16px; }
 .tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 200px), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px; margin: 0;
   min-width: 0; }
 .tile b { display: block; font-size: 1.7rem; line-height: 1.2; }
 .tile span { color: var(--soft); font-size: .9rem; }
 svg { display: block; width: 100%; height: auto; margin: 8px 0 4px; }
-svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
+svg text { fill: var(--soft); font: 13px system-ui, sans-serif; }
 svg text.axis { fill: var(--ink); }
 svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .limit { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 5 4; }
