@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,7 +28,10 @@ _MARKS = {True: "[green]held[/green]", False: "[bold red]FAILED[/bold red]", Non
 
 
 class ConsoleDisplay:
-    """Shows what runs. On a terminal a line moves; elsewhere each setting leaves one line when it has ended."""
+    """Shows what runs. On a terminal a line moves; elsewhere each setting leaves one line when it has ended.
+
+    The line says how many tokens the device holds, in how many MB of full precision and of INT4 blocks.
+    """
 
     def __init__(self, *, to_stderr: bool) -> None:
         self.console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
@@ -40,8 +44,8 @@ class ConsoleDisplay:
 
     def begin(self, title: str, total: int) -> Callable[[Served], None]:
         self._progress = Progress(
-            TextColumn(f"{title:<12}"),
-            BarColumn(bar_width=20),
+            TextColumn(f"{title:<11}"),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),
@@ -57,11 +61,8 @@ class ConsoleDisplay:
             return
         self._shown_at = now
         sample = served.sample
-        state = (
-            f"{sample.running} running  {sample.resident_tokens:>6,} tokens on device  "
-            f"{sample.bytes_by_form['full'] / MEGA:5.1f} MB full {sample.bytes_by_form['int4'] / MEGA:5.1f} MB INT4  "
-            f"{sample.preemptions} preempted"
-        )
+        full, int4 = (sample.bytes_by_form[form] / MEGA for form in ("full", "int4"))
+        state = f"{sample.resident_tokens:>5,} tokens {full:3.0f}+{int4:.0f} MB, {sample.preemptions} preempted"
         self._progress.update(self._task, completed=served.finished, state=state)
 
     def end(self) -> None:
@@ -71,10 +72,12 @@ class ConsoleDisplay:
 
     def table(self, reports: Sequence[SettingReport]) -> None:
         """All figures: one row each, one column a setting."""
-        table = Table(title="What the same model did with different memory", title_justify="left")
+        title = "What the same model did with different memory"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("", no_wrap=True)
         for report in reports:
-            table.add_column(f"{report.name}\n[dim]{report.dtype}[/dim]", justify="right", no_wrap=True)
+            name = report.name.replace("-", "-\n")
+            table.add_column(f"{name}\n[dim]{report.dtype}[/dim]", justify="right", no_wrap=True)
         for figure in FIGURES:
             table.add_row(figure.name, *(figure.text(report) for report in reports))
         self.console.print(table)
@@ -88,7 +91,7 @@ class ConsoleDisplay:
 
     def promises(self, found: Sequence[Promise]) -> None:
         """Each promise with a mark, what was claimed and what was found."""
-        table = Table(title="Promises", title_justify="left", show_lines=False)
+        table = Table(title="Promises", title_justify="left", box=box.SIMPLE, pad_edge=False, show_header=False)
         table.add_column("")
         table.add_column("promise", no_wrap=True)
         table.add_column("found")
