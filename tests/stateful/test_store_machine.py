@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from allocator import BlockTable
+from kvstore.upkeep import Upkeep
 from tests.stateful.store_machine import StoreMachine
 
 if TYPE_CHECKING:
@@ -85,15 +86,16 @@ def exactness_not_demanded(store: KVStore) -> None:
 def exact_readers_not_held(store: KVStore) -> None:
     store.pool.hold_exact = lambda ids: None  # type: ignore[method-assign]
     store.pool.drop_exact = lambda ids: None  # type: ignore[method-assign]
-    enqueue = store._upkeep.enqueue_cool
+    original = Upkeep.enqueue_cool
+    if original.__name__ != "regardless":
 
-    def regardless(sequence: Sequence) -> None:
-        exact, sequence.exact = sequence.exact, False
-        enqueue(sequence)
-        sequence.exact = exact
+        def regardless(self: Upkeep, sequence: Sequence) -> None:
+            exact, sequence.exact = sequence.exact, False
+            original(self, sequence)
+            sequence.exact = exact
 
-    type(store._upkeep).enqueue_cool, saved = (lambda self, sequence: regardless(sequence)), enqueue  # type: ignore[method-assign]
-    _UNDO.append(lambda: setattr(type(store._upkeep), "enqueue_cool", saved.__func__))  # type: ignore[attr-defined]
+        Upkeep.enqueue_cool = regardless  # type: ignore[method-assign]
+        _UNDO.append(lambda: setattr(Upkeep, "enqueue_cool", original))
 
 
 def abort_while_loading_leaks(store: KVStore) -> None:
