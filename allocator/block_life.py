@@ -57,6 +57,11 @@ class BlockLife:
         capacity = ledger.id_capacity
         self.policies = [policy(capacity) for _ in range(layout.class_count)]
         self.indexes = [PrefixIndex() for _ in range(layout.group_count)]
+        # The map that names a block of a class, by how it was computed: an INT4 block is never in the exact one.
+        self._lossy_names = [self.indexes[index >> 1].lossy for index in range(layout.class_count)]
+        self._exact_names = [
+            names if index & 1 else self.indexes[index >> 1].exact for index, names in enumerate(self._lossy_names)
+        ]
         self.hashes: npt.NDArray[Any] = np.full(capacity + 1, None, dtype=object)
         self.computed: npt.NDArray[np.uint8] = np.zeros(capacity + 1, dtype=np.uint8)
         self.computed_view = self.computed.data
@@ -109,13 +114,14 @@ class BlockLife:
         view, count = free.view, free.count
         for block_id in ids:
             if classes[block_id] != index:
+                frees[index] += count - free.count
                 free.count = count
                 index = classes[block_id]
                 free = lists[index]
                 view, count = free.view, free.count
             view[count] = block_id
             count += 1
-            frees[index] += 1
+        frees[index] += count - free.count
         free.count = count
 
     def _become_idle_few(self, ids: list[int], run: bool) -> None:
@@ -240,6 +246,25 @@ class BlockLife:
         self.idle_counts[class_index] -= len(ids)
         self.evicted_count += len(ids)
 
+    def _reuse_idle(self, class_index: int) -> int:
+        """Evicts one idle block without a detour over the free list; the caller hands it out.
+
+        -1 when that is not the simple case: held blocks to skip, somebody to tell, or a sliding run next.
+        """
+        if self.held_idle_counts[class_index] or self.on_evict is not None:
+            return -1
+        block_id = self.policies[class_index].victim_one()
+        if block_id >= 0:
+            if self.computed_view[block_id]:
+                self.computed_view[block_id] = 0
+                del self._exact_names[class_index][self.hashes[block_id]]
+            else:
+                del self._lossy_names[class_index][self.hashes[block_id]]
+            self.hashes[block_id] = None
+            self.idle_counts[class_index] -= 1
+            self.evicted_count += 1
+        return block_id
+
     def _drop_idle_few(self, class_index: int, ids: list[int]) -> None:
         """`_drop_idle` for a small batch in plain Python."""
         hashes, computed, words = self.hashes, self.computed_view, self._words
@@ -247,8 +272,7 @@ class BlockLife:
             named = [hashes[block_id] for block_id in ids]
             exactly = [bool(computed[block_id]) for block_id in ids]
             self.on_evict(class_index >> 1, list(ids), named, exactly, class_index & 1)
-        index = self.indexes[class_index >> 1]
-        exact, lossy = (index.lossy if class_index & 1 else index.exact), index.lossy
+        exact, lossy = self._exact_names[class_index], self._lossy_names[class_index]
         free = self._free[class_index]
         view, count = free.view, free.count
         for block_id in ids:

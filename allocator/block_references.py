@@ -51,7 +51,12 @@ class BlockReferences(BlockLife):
             self._class_index(group, form)
         free = self._free[index]
         if not free.count:
-            self._refill(index, 1)
+            if self._eviction_is_next(index):
+                block_id = self._reuse_idle(index)
+                if block_id >= 0:
+                    self._words[block_id] = OPEN_ONCE
+                    return block_id
+            make_room(self, index, 1)
         free.count = top = free.count - 1
         block_id = free.view[top]
         self._words[block_id] = OPEN_ONCE
@@ -84,16 +89,16 @@ class BlockReferences(BlockLife):
     def _refill(self, index: int, count: int) -> None:
         """`make_room`; when only eviction inside the class can help and suffices, without counting everything first."""
         missing = count - self._free[index].count
-        ledger = self.ledger
-        if (
-            missing <= SMALL_BATCH
-            and missing <= self.idle_counts[index] - self.held_idle_counts[index]
-            and len(ledger.unassigned) <= self.layout.spare_count
-            and not ledger.may_have_empty(index)
-        ):
+        evictable = self.idle_counts[index] - self.held_idle_counts[index]
+        if missing <= SMALL_BATCH and missing <= evictable and self._eviction_is_next(index):
             self.evict_idle(index, missing)
         else:
             make_room(self, index, count)
+
+    def _eviction_is_next(self, index: int) -> bool:
+        """Whether `make_room` would find nothing before its third step, eviction inside the class."""
+        ledger = self.ledger
+        return len(ledger.unassigned) <= self.layout.spare_count and not ledger.may_have_empty(index)
 
     # -- references ---------------------------------------------------------------------------------------------
 
@@ -211,7 +216,7 @@ class BlockReferences(BlockLife):
     def _release_many(self, ids: Ids, run: bool) -> None:
         if ids.ndim != 1:
             raise UsageError(f"expected a flat batch of block ids, got shape {ids.shape}")
-        if int(ids.min()) < 0:
+        if int(ids.min()) == -1:
             ids = ids[ids >= 0]
             if len(ids) <= SMALL_BATCH:
                 return self.release(ids, run)
@@ -249,7 +254,7 @@ class BlockReferences(BlockLife):
         UsageError, with nothing changed, for a block that is not OPEN, SEALED or IDLE, or that is given twice.
         """
         array = np.asarray(ids, dtype=np.int32)
-        if len(array) and int(array.min()) < 0:
+        if len(array) and int(array.min()) == -1:
             array = array[array >= 0]
         if not len(array):
             return

@@ -67,6 +67,10 @@ class EvictionPolicy(ABC):
         """`idle` for one block."""
         self.idle([block_id], tick)
 
+    def victim_one(self) -> int:
+        """`victims(1)` when that is one block and all are usable; -1 when the batch form has to be asked."""
+        return -1
+
 
 class LRU(EvictionPolicy):
     """Least recently released first. Since tables release tail first, that is leaves first.
@@ -141,22 +145,39 @@ class LRU(EvictionPolicy):
     def forget(self, ids: Ids | list[int]) -> None:
         self.busy(ids)
 
+    def victim_one(self) -> int:
+        segments, stamps = self._segments, self._stamps
+        if self._late:
+            return -1
+        while segments:
+            tick, block_id, _ = segments[0]
+            if type(block_id) is not int:
+                few = [] if segments[0][2] else self._victims_few(1)
+                return few[0] if few else -1
+            segments.popleft()
+            self._entries -= 1
+            if stamps[block_id] == tick:
+                stamps[block_id] = 0
+                self._count -= 1
+                return block_id
+        return -1
+
     def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
         if count <= _SMALL and usable is None and not self._late:
             return self._victims_few(count)
         self._fold_cursor()
         taken: list[Ids | list[int]] = []
         kept: list[_Segment] = []
+        kept_late: list[tuple[int, int, int]] = []
         need = count
         segments = self._segments
         while need > 0 and (segments or self._late):
-            if self._late and (not segments or self._late[0][0] <= segments[0][0]):
-                tick, _, block_id = heapq.heappop(self._late)
+            if self._late and (not segments or self._late[0][0] < segments[0][0]):
+                tick, order, block_id = heapq.heappop(self._late)
                 if self._stamps[block_id] != tick:
                     continue
                 if usable is not None and not usable(np.array([block_id], dtype=np.int32))[0]:
-                    kept.append((tick, block_id, False))
-                    self._entries += 1
+                    kept_late.append((tick, order, block_id))
                     continue
                 taken.append([block_id])
                 need -= 1
@@ -172,6 +193,8 @@ class LRU(EvictionPolicy):
                 taken.append(chosen)
                 need -= len(chosen)
         segments.extendleft(reversed(kept))
+        for entry in kept_late:
+            heapq.heappush(self._late, entry)
         victims = _joined(taken)
         self._stamp[victims] = 0
         self._count -= len(victims)
@@ -261,7 +284,7 @@ class LRU(EvictionPolicy):
     def _in_order(self, late: list[tuple[int, int, int]]) -> Iterator[tuple[int, int | list[int] | Ids]]:
         place = 0
         for tick, ids, _ in self._segments:
-            while place < len(late) and late[place][0] <= tick:
+            while place < len(late) and late[place][0] < tick:
                 yield late[place][0], late[place][2]
                 place += 1
             yield tick, ids

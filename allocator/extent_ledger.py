@@ -89,6 +89,10 @@ class ExtentLedger:
         self._mark: npt.NDArray[np.bool_] = np.zeros(self.id_capacity + 1, dtype=bool)
         # Free-list pushes are counted by their callers in this list; an extent can have become empty only after one.
         self.frees = [0] * layout.class_count
+        self._others = [
+            tuple(other for other in range(layout.class_count) if other != index and layout.has_class(other))
+            for index in range(layout.class_count)
+        ]
         self._no_empty_at = [-1] * layout.class_count
 
     def assign_extent(self, class_index: int) -> int:
@@ -162,9 +166,11 @@ class ExtentLedger:
 
     def may_have_empty(self, class_index: int) -> bool:
         """Whether another class than this may have an empty extent (a no is certain)."""
-        per_extents, no_empty_at, frees = self.layout.per_extent, self._no_empty_at, self.frees
-        for other, free in enumerate(self.free):
-            if free.count >= per_extents[other] > 0 and other != class_index and no_empty_at[other] != frees[other]:
+        for other in self._others[class_index]:
+            if (
+                self.free[other].count >= self.layout.per_extent[other]
+                and self._no_empty_at[other] != self.frees[other]
+            ):
                 return True
         return False
 

@@ -60,6 +60,8 @@ class Subscription:
     """One reader of a stream. Made by EventStream.subscribe."""
 
     def __init__(self, stream: EventStream, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise UsageError(f"queue_limit: got {limit!r}; expected an int >= 1")
         self._stream = stream
         self._events: deque[Published] = deque(maxlen=limit)
         self._lock = threading.Lock()

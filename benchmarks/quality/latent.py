@@ -75,10 +75,10 @@ class LatentForm:
             count_bits(tally, latent, latent[:, :0], bits=8.0)
             read = fp8_read(latent)
         else:
-            blocks, _ = self._int4.read(as_blocks(latent).bfloat16(), None, tally)
-            read = as_rows(blocks).float()
+            blocks, _ = self._int4.read(as_blocks(latent), None, tally)
+            read = as_rows(blocks)
         k, v = self._axes.parted(read[0] @ turn.T, keys.shape[0], keys.shape[-1])
-        return k.bfloat16().float(), v.bfloat16().float()
+        return k, v
 
 
 def rewritten_model_rows(model: Any, tokenizer: Any, options: Options) -> Iterator[Row]:
@@ -148,11 +148,11 @@ def _random_latent_errors(outlier: float, seed: int) -> dict[str, float]:
     latent = latent.bfloat16().float()
     query = torch.randn(16, 576, generator=generator)
     query[:, channels] /= outlier  # a trained query does not attend to one channel only
-    blocks, _ = Int4Form().read(as_blocks(latent).bfloat16(), None, Tally())
+    blocks, _ = Int4Form().read(as_blocks(latent), None, Tally())
     expected = _attended(query, latent[0])
     return {
         name: ((_attended(query, read[0]) - expected).norm() / expected.norm()).item()
-        for name, read in (("int4", as_rows(blocks).float()), (_FP8, fp8_read(latent)))
+        for name, read in (("int4", as_rows(blocks)), (_FP8, fp8_read(latent)))
     }
 
 

@@ -20,7 +20,8 @@ _VARIABLE = "KVSTORE_VLLM_PYTHON"
 _BASELINE = "vllm"
 _NOTE = (
     "Pool rows: blocks of 16 tokens, caching on; the pool is full of idle blocks, every other one hashed, so that "
-    "taking blocks evicts hashed ones. A block counts once for allocate and free together. Prompts have 32,768 tokens."
+    "taking blocks evicts hashed ones. A block counts once for allocate and free together. Prompts have 32,768 tokens. "
+    "Seconds are CPU seconds of the one thread."
 )
 _READY = (
     "Lookups and admissions begin with the prompt's hashes ready on both sides; `from_tokens` begins with token ids."

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from importlib import metadata
 from typing import Any
 
@@ -39,9 +40,9 @@ class VllmSide:
 
     def alloc_free(self, batch: int, round_number: int) -> float:
         pool = BlockPool(work.POOL_BLOCKS + 1, enable_caching=True, hash_block_size=work.BLOCK_TOKENS)
-        watch = Stopwatch()
+        watch = Stopwatch(time.thread_time)
         for repeat in range(work.PASSES + 1):
-            counted = watch if repeat else Stopwatch()
+            counted = watch if repeat else Stopwatch(time.thread_time)
             with counted:
                 batches = [pool.get_new_blocks(batch) for _ in range(work.POOL_BLOCKS // batch)]
             for position, block in enumerate(itertools.chain.from_iterable(batches)):
@@ -56,7 +57,7 @@ class VllmSide:
     def hash_prompt(self, round_number: int) -> float:
         request = self._request(work.prompt(round_number), hashed=False)
         request._block_hasher = self._hasher
-        watch = Stopwatch()
+        watch = Stopwatch(time.thread_time)
         with watch:
             request.update_block_hashes()
         assert len(request.block_hashes) == work.PROMPT_BLOCKS
@@ -67,7 +68,7 @@ class VllmSide:
         tokens = work.prompt(round_number)
         self._leave_behind(manager, tokens)
         request = self._request([*tokens, 0])
-        watch = Stopwatch()
+        watch = Stopwatch(time.thread_time)
         with watch:
             _, hit, _ = manager.get_computed_blocks(request)
         assert hit == work.PROMPT_TOKENS
@@ -77,7 +78,7 @@ class VllmSide:
         manager = self._manager(work.PROMPT_BLOCKS)
         tokens = work.prompt(round_number)
         self._leave_behind(manager, tokens if warm else work.prompt(-1 - round_number, work.PROMPT_TOKENS // 2))
-        watch = Stopwatch()
+        watch = Stopwatch(time.thread_time)
         ready = self._request(tokens) if hashed else None
         with watch:
             self._admit(manager, ready or self._request(tokens), work.PROMPT_TOKENS - work.BLOCK_TOKENS if warm else 0)
@@ -87,7 +88,7 @@ class VllmSide:
         manager = self._manager(work.PROMPT_BLOCKS)
         request = self._request(work.prompt(round_number))
         self._admit(manager, request, 0)
-        watch = Stopwatch()
+        watch = Stopwatch(time.thread_time)
         with watch:
             manager.free(request)
         return watch.seconds
@@ -102,7 +103,7 @@ class VllmSide:
             request = self._request(work.prompt(1_000 * (round_number + 2) + number, work.DECODE_PROMPT_TOKENS))
             self._admit(manager, request, 0)
             requests.append(request)
-        watch = Stopwatch()
+        watch = Stopwatch(time.thread_time)
         with watch:
             for step in range(work.DECODE_STEPS):
                 manager.new_step_starts()

@@ -1,0 +1,115 @@
+"""Settings: sources and their order, and errors that name key, value and expectation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvstore import ConfigError, KVStoreConfig
+
+
+def test_there_are_few_knobs_and_each_says_what_it_expects() -> None:
+    fields = dataclasses.fields(KVStoreConfig)
+    assert len(fields) <= 25
+    assert all(one.metadata["expected"] for one in fields)
+    assert KVStoreConfig.from_mapping(KVStoreConfig().to_mapping()) == KVStoreConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KVStoreConfig().host_bytes = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (0, 0),
+        (12345, 12345),
+        ("12345", 12345),
+        ("1 KiB", 1024),
+        ("1.5 GiB", 3 << 29),
+        ("2gb", 2 * 10**9),
+        (" 3 MiB ", 3 << 20),
+        ("0.5kib", 512),
+    ],
+)
+def test_sizes_are_numbers_or_text(given: object, expected: int) -> None:
+    assert KVStoreConfig(host_bytes=given).host_bytes == expected  # type: ignore[arg-type]
+
+
+BAD = [
+    ("device_bytes", -1),
+    ("device_bytes", True),
+    ("device_bytes", 1.5),
+    ("device_bytes", "lots"),
+    ("device_bytes", "1 XB"),
+    ("device_bytes", "-1 GiB"),
+    ("device_bytes", None),
+    ("device_bytes", 2**63),
+    ("host_prefault", 1),
+    ("host_prefault", "perhaps"),
+    ("codec", "fp8"),
+    ("codec", 4),
+    ("error_bound", 0),
+    ("error_bound", 1.5),
+    ("error_bound", float("nan")),
+    ("error_bound", "low"),
+    ("error_bound", True),
+    ("residual_tokens", -1),
+    ("residual_tokens", 1.0),
+    ("residual_tokens", "x"),
+    ("cool_blocks_per_step", 65537),
+    ("spill_queue_blocks", 0),
+    ("prefill_tokens_per_second", 0),
+    ("prefill_tokens_per_second", float("inf")),
+    ("io_threads", "four"),
+    ("lease_seconds", -1),
+    ("placeholder_ids", 5),
+    ("placeholder_ids", [2**32]),
+    ("placeholder_ids", "1, x"),
+    ("placeholder_ids", [True]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_wrong_value_is_named_with_what_was_given_and_expected(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KVStoreConfig.from_mapping({name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name}: got {value!r}")
+    expectation = next(one.metadata["expected"] for one in dataclasses.fields(KVStoreConfig) if one.name == name)
+    assert message.endswith(f"expected {expectation}")
+
+
+def test_unknown_keys_are_refused_with_the_likely_one() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'hst_bytes'; did you mean 'host_bytes'"):
+        KVStoreConfig.from_mapping({"hst_bytes": 1})
+    with pytest.raises(ConfigError, match="unknown key 'zzz' "):
+        KVStoreConfig.from_toml("[kvstore]\nzzz = 1")
+    with pytest.raises(ConfigError, match=r"environment \(KVSTORE_\*\): unknown key 'residual'"):
+        KVStoreConfig().with_environment({"KVSTORE_RESIDUAL": "1"})
+
+
+def test_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "store.toml"
+    path.write_text('[kvstore]\nhost_bytes = "1 GiB"\nresidual_tokens = 64\n\n[other]\nx = 1\n', encoding="utf-8")
+    environ = {"KVSTORE_RESIDUAL_TOKENS": "32", "KVSTORE_SHARE": "yes", "KVSTORE_PLACEHOLDER_IDS": "5, 6", "HOME": "/"}
+    config = KVStoreConfig.load(path, environ)
+    assert (config.host_bytes, config.residual_tokens, config.share) == (1 << 30, 32, True)
+    assert config.placeholder_ids == (5, 6)
+    assert config.codec == "int4"
+    assert KVStoreConfig.load(None, {}) == KVStoreConfig()
+    assert KVStoreConfig.from_toml("host_bytes = 5").host_bytes == 5
+    with pytest.raises(ConfigError, match="KVSTORE_SHARE: got 'maybe'"):
+        KVStoreConfig.load(path, {"KVSTORE_SHARE": "maybe"})
+
+
+def test_files_that_are_no_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KVStoreConfig.load(tmp_path / "absent.toml", {})
+    (tmp_path / "latin.toml").write_bytes(b"codec = '\xe9'")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KVStoreConfig.load(tmp_path / "latin.toml", {})
+    with pytest.raises(ConfigError, match="not TOML"):
+        KVStoreConfig.from_toml("codec = ")
+    with pytest.raises(ConfigError, match="expected a table"):
+        KVStoreConfig.from_toml("kvstore = 3")
