@@ -147,6 +147,19 @@ class BlockTable:
             )
         self.token_count = end
 
+    def advance_in_tail(self, token_count: int) -> bool:
+        """`advance` when all of it goes into the partly filled last block that this table alone writes; else False.
+
+        The common case of a decode step, in one call. Changes nothing when it returns False.
+        """
+        position, offset = divmod(self.token_count, self.block_tokens)
+        if not offset or offset + token_count > self.block_tokens or self.released:
+            return False
+        if self.pool.ledger.life_view[self._view[position]] != OPEN_ONCE:
+            return False
+        self.token_count += token_count
+        return True
+
     def tail_is_shared(self) -> bool:
         """Whether the block that holds the next token's place must be copied before it is written."""
         position = self.token_count // self.block_tokens

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from allocator.errors import CapacityError, KVError
+from allocator.errors import CapacityError, IntegrityError, KVError
 from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
 from engine_adapter.request import Request
@@ -162,7 +162,12 @@ class Scheduler:
         insort(self.waiting, stream, key=_rank)
 
     def start(self, stream: Stream, computed: int, *, prefilling: bool = True) -> None:
-        """The stream holds `computed` tokens of KV and runs from now on."""
+        """The stream holds `computed` tokens of KV, not all of them, and runs from now on."""
+        if not 0 <= computed < len(stream.tokens) + (not prefilling):
+            raise IntegrityError(
+                f"sequence {stream.sequence_id!r} starts with {computed} of {len(stream.tokens)} tokens computed; "
+                "at least one must be left"
+            )
         stream.phase, stream.computed, stream.prefilling = Phase.RUNNING, computed, prefilling
         stream.once_computed = max(stream.once_computed, computed)
         insort(self.running, stream, key=_rank)

@@ -40,12 +40,14 @@ class Growth:
         mover: Mover,
         upkeep: Upkeep,
     ) -> None:
+        self.computed_tokens = 0  # since the last step, which hands them to the metrics
         self._pool = pool
         self._device = device
         self._mover = mover
         self._upkeep = upkeep
         self._block_tokens = geometry.block_tokens
         self._windows = [group.window_tokens for group in geometry.groups]
+        self._one_group = len(geometry.groups) == 1
         self._windowed = any(window is not None for window in self._windows)
 
     # -- grow ---------------------------------------------------------------------------------------------------
@@ -53,6 +55,9 @@ class Growth:
     def grow(self, sequence: Sequence, token_count: int) -> None:
         """Room for `token_count` more tokens in every group; on CapacityError nothing has changed."""
         table = sequence.tables[0]
+        if self._one_group and table.advance_in_tail(token_count):
+            sequence.written += token_count
+            return
         try:
             for table in sequence.tables:
                 self._grow_table(sequence, table, token_count)
@@ -106,20 +111,37 @@ class Growth:
     def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
         count = len(token_ids)
         start = sequence.committed
-        committed = start + count
-        if committed > sequence.written:
-            raise UsageError(
-                f"commit of {count} tokens to sequence {sequence.sequence_id!r} passes what was written: "
-                f"{start} committed, {sequence.written} written; call grow first"
-            )
-        if sequence.lossy_from is None and sequence.cold_generation != self._upkeep.cool_generation:
-            self._note_cold_reads(sequence)
+        if start + count > sequence.written:
+            raise self._beyond_written(sequence, count)
         chain = sequence.chain
         if chain.token_count == start:
             chain.extend(token_ids)
-        elif committed > chain.token_count or not chain.tokens_equal(start, token_ids):
+        elif start + count > chain.token_count or not chain.tokens_equal(start, token_ids):
             chain.truncate(start)
             chain.extend(token_ids)
+        self._committed(sequence, start + count)
+
+    def commit_prompt(self, sequence: Sequence, token_count: int) -> None:
+        known = sequence.chain.token_count - sequence.committed
+        if not 0 < token_count <= known:
+            raise UsageError(
+                f"commit_prompt of {token_count} tokens: sequence {sequence.sequence_id!r} was admitted with {known} "
+                f"tokens that are not committed; expected 1..{known}"
+            )
+        if sequence.committed + token_count > sequence.written:
+            raise self._beyond_written(sequence, token_count)
+        self._committed(sequence, sequence.committed + token_count)
+
+    def _beyond_written(self, sequence: Sequence, count: int) -> UsageError:
+        return UsageError(
+            f"commit of {count} tokens to sequence {sequence.sequence_id!r} passes what was written: "
+            f"{sequence.committed} committed, {sequence.written} written; call grow first"
+        )
+
+    def _committed(self, sequence: Sequence, committed: int) -> None:
+        if sequence.lossy_from is None and sequence.cold_generation != self._upkeep.cool_generation:
+            self._note_cold_reads(sequence)
+        self.computed_tokens += committed - sequence.committed
         sequence.committed = committed
         if committed // self._block_tokens > sequence.sealed_blocks:
             self._seal(sequence)

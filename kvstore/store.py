@@ -10,7 +10,6 @@ sealed, cooled or copied, so drafts can be rolled back.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter
@@ -19,30 +18,21 @@ from typing import TYPE_CHECKING
 
 from allocator import (
     FULL,
-    BlockPool,
     BlockTable,
     CapacityError,
     DuplicateSequence,
-    ExtentLayout,
     GroupKind,
     IntegrityError,
     KVGeometry,
-    LeaseError,
     TierError,
     UnknownSequence,
     UsageError,
 )
-from kvstore.admission import Admitter
+from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
-from kvstore.costs import CostModel
-from kvstore.growth import Growth
 from kvstore.identity import HashChain, Identity
-from kvstore.metrics import StoreMetrics
-from kvstore.mover import Mover
-from kvstore.residency import Residency
 from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
-from kvstore.tier import InlineExecutor, ThreadExecutor
-from kvstore.upkeep import StepReport, StoreUsage, Upkeep
+from kvstore.upkeep import StepReport, StoreUsage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -53,13 +43,7 @@ if TYPE_CHECKING:
 
     from allocator import Slab
     from kvstore.identity import Media
-    from kvstore.tier import Executor, Tier
-    from quant import BlockCodec
-
-
-def make_executor(kind: str) -> Executor:
-    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
-    return InlineExecutor() if kind == "inline" else ThreadExecutor()
+    from kvstore.tier import Tier
 
 
 class KVStore:
@@ -88,79 +72,19 @@ class KVStore:
         self._placeholder_ids = frozenset(placeholder_ids)
         self.config = config or KVStoreConfig()
         self.geometry = geometry
-        self.metrics = StoreMetrics()
         self._identity = identity
         self._root = identity.root()
         self._clock = clock
         self._lock = threading.RLock()
-        self._sequences: dict[str, Sequence] = {}
-        self._leases: dict[int, Lease] = {}
-        self._lease_ids = itertools.count(1)
         self._arrived = threading.Event()
+        self._sequences: dict[str, Sequence] = {}
         self._closed = False
-        self._assemble(device, tiers)
-
-    def _assemble(self, device: str, tiers: Items[Tier] | None) -> None:
-        from kvstore.device_blocks import AbsentDevice, DeviceBlocks, cold_slot_bytes, make_codec
-
-        config, geometry = self.config, self.geometry
-        self.cold_codec: BlockCodec | None = make_codec(config.codec, config.error_bound)
-        full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
-        cold_bytes = cold_slot_bytes(geometry, self.cold_codec) if self.cold_codec else ()
-        layout = ExtentLayout(config.device_bytes, full_bytes, cold_bytes)
-        self.pool = BlockPool(layout, on_evict=self._on_evict)
-        self._device = AbsentDevice() if device == "absent" else DeviceBlocks(geometry, layout, self.cold_codec, device)
-        self._tiers: tuple[Tier, ...] = tuple(tiers) if tiers is not None else self._default_tiers(device)
-        for tier in self._tiers:
-            tier.set_waker(self._arrived.set)
-        cold = (self.cold_codec.name, self.cold_codec.parameters()) if self.cold_codec else None
-        self._residency = Residency(geometry, self.pool, self._tiers, cold)
-        self._executor = make_executor(config.io_threads)
-        self._costs = CostModel(
-            prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always
-        )
-        self._mover = Mover(
-            self.pool,
-            self._device,
-            self._executor,
-            self.metrics,
-            self._costs,
-            spill_inflight_limit=config.spill_queue_blocks,
-            waker=self._arrived.set,
-        )
-        self._admitter = Admitter(geometry, self.pool, self._residency, self._mover, self._costs)
-        self._upkeep = Upkeep(
-            geometry,
-            self.pool,
-            self._device,
-            self._residency,
-            self._mover,
-            self._tiers,
-            config,
-            self._sequences,
-            cools=self.cold_codec is not None,
-        )
-        self._growth = Growth(geometry, self.pool, self._device, self._mover, self._upkeep)
-
-    def _default_tiers(self, device: str) -> tuple[Tier, ...]:
-        if device == "absent" or not self.config.host_bytes:
-            return ()
-        from kvstore.host_tier import HostTier
-
-        layout = self.pool.layout
-        return (
-            HostTier(
-                self.config.host_bytes,
-                make_executor(self.config.io_threads),
-                slot_bytes=[size for size in layout.raw_slot_bytes if size],
-                prefault=self.config.host_prefault,
-            ),
-        )
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
-        with self._lock:
-            self._costs.observe_prefill(tokens, seconds)
+        parts = assemble(geometry, self.config, device, tiers, self._sequences, self._arrived.set)
+        self.pool = parts.pool
+        self.metrics = parts.metrics
+        self.cold_codec = parts.cold_codec
+        self._parts = parts
+        self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
 
     # -- what others may look at --------------------------------------------------------------------------------
 
@@ -170,11 +94,11 @@ class KVStore:
 
     @property
     def slab(self) -> Slab | None:
-        return self._device.slab
+        return self._parts.device.slab
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return self._tiers
+        return self._parts.tiers
 
     @property
     def identity(self) -> Identity:
@@ -198,11 +122,22 @@ class KVStore:
             sequence = self._sequence(sequence_id)
             return sequence.is_exact_up_to(sequence.committed)
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
+        with self._lock:
+            self._parts.costs.observe_prefill(tokens, seconds)
+
     # -- lookup and pin -----------------------------------------------------------------------------------------
+
+    def prepare(
+        self, token_ids: Items[int], *, media: Items[Media] = (), identity: Identity | None = None
+    ) -> HashChain:
+        """The block hashes of a prompt, to be passed as `token_ids` to lookup, pin and admit: hashed only once."""
+        return self._chain(token_ids, media, identity)
 
     def lookup(
         self,
-        token_ids: Items[int],
+        token_ids: Items[int] | HashChain,
         *,
         exact: bool = False,
         media: Items[Media] = (),
@@ -214,7 +149,7 @@ class KVStore:
         the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
         """
         chain = self._chain(token_ids, media, identity)
-        return self.lookup_hashes(chain.root, chain.hashes, len(token_ids), exact=exact)
+        return self.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact)
 
     def lookup_hashes(self, root: bytes, hashes: Items[bytes], token_count: int, *, exact: bool = False) -> Hit:
         """`lookup` for a caller that has the block hashes already (hash of each full block, in order)."""
@@ -224,7 +159,7 @@ class KVStore:
 
     def pin(
         self,
-        token_ids: Items[int],
+        token_ids: Items[int] | HashChain,
         ttl_seconds: float,
         *,
         exact: bool = False,
@@ -240,44 +175,24 @@ class KVStore:
         chain = self._chain(token_ids, media, identity)
         with self._lock:
             self._check_open()
-            usable = self._admitter.usable_hashes(chain.hashes, len(token_ids), None)
-            plan = self._residency.plan(chain.root, usable, exact)
-            plan = self._residency.cut(plan, chain.root, usable, exact, plan.device_blocks)
+            usable = self._admitter.usable_hashes(chain.hashes, chain.token_count, None)
+            plan = self._parts.residency.plan(chain.root, usable, exact)
+            plan = self._parts.residency.cut(plan, chain.root, usable, exact, plan.device_blocks)
             blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
-            for ids in blocks:
-                self.pool.pin(list(ids))
-            lease = Lease(
-                lease_id=next(self._lease_ids),
-                tokens=plan.blocks * self.geometry.block_tokens,
-                expires_at=self._clock() + ttl_seconds,
-                blocks=blocks,
-            )
-            self._leases[lease.lease_id] = lease
-            return lease
+            tokens = plan.blocks * self.geometry.block_tokens
+            return self._parts.leases.grant(blocks, tokens, self._clock() + ttl_seconds)
 
     def unpin(self, lease: Lease) -> None:
         """Give a lease back. Raises LeaseError when it is not this store's or was given back before."""
         with self._lock:
-            known = self._leases.pop(lease.lease_id, None)
-            if known is not lease:
-                if known is not None:
-                    self._leases[lease.lease_id] = known
-                if lease.active:
-                    raise LeaseError(f"lease {lease.lease_id} is not of this store")
-                raise LeaseError(f"lease {lease.lease_id} has ended already")
-            self._end_lease(lease)
-
-    def _end_lease(self, lease: Lease) -> None:
-        lease.active = False
-        for ids in lease.blocks:
-            self.pool.unpin(list(ids))
+            self._parts.leases.end(lease)
 
     # -- admit --------------------------------------------------------------------------------------------------
 
     def admit(
         self,
         sequence_id: str,
-        token_ids: Items[int],
+        token_ids: Items[int] | HashChain,
         *,
         exact: bool = False,
         lease: Lease | None = None,
@@ -298,7 +213,8 @@ class KVStore:
             self._check_open()
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
-            self._check_fits(len(token_ids))
+            token_count = chain.token_count
+            self.check_fits(token_count)
             tables = [
                 BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
                 for index, group in enumerate(self.geometry.groups)
@@ -309,13 +225,13 @@ class KVStore:
                 root=chain.root,
                 tables=tables,
                 exact=exact,
-                prompt_tokens=len(token_ids) if prompt_tokens is None else prompt_tokens,
+                prompt_tokens=token_count if prompt_tokens is None else prompt_tokens,
                 private_from=private_from,
             )
-            hashes = self._admitter.usable_hashes(chain.hashes, len(token_ids), private_from)
+            hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
             block_tokens = self.geometry.block_tokens
-            self._admitter.build_tables(sequence, plan, len(token_ids) - plan.blocks * block_tokens)
+            self._admitter.build_tables(sequence, plan, token_count - plan.blocks * block_tokens)
             sequence.written = plan.blocks * block_tokens
             if plan.lossy:
                 sequence.lossy_from = sequence.written
@@ -361,7 +277,8 @@ class KVStore:
         self.metrics.reused(sequence.reused_tokens, hits)
         self._upkeep.touch_below(sequence, blocks)
 
-    def _check_fits(self, token_count: int) -> None:
+    def check_fits(self, token_count: int) -> None:
+        """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
         block_tokens, layout = self.geometry.block_tokens, self.pool.layout
         for index, group in enumerate(self.geometry.groups):
             held = token_count
@@ -398,6 +315,11 @@ class KVStore:
         """
         with self._lock:
             self._growth.commit(self._running(sequence_id), token_ids)
+
+    def commit_prompt(self, sequence_id: str, token_count: int) -> None:
+        """`commit` of the next `token_count` tokens that the sequence was admitted with: nothing is hashed again."""
+        with self._lock:
+            self._growth.commit_prompt(self._running(sequence_id), token_count)
 
     def rollback(self, sequence_id: str, token_count: int) -> None:
         """Drop the last `token_count` written tokens, uncommitted ones first.
@@ -499,15 +421,15 @@ class KVStore:
             self._check_open()
             now = self._clock() if now is None else now
             self._arrived.clear()
-            for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
-                del self._leases[lease.lease_id]
-                self._end_lease(lease)
+            self._parts.leases.expire(now)
+            self.metrics.computed(self._growth.computed_tokens)
+            self._growth.computed_tokens = 0
             return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until some transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
+        """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
-            if not self._mover.in_flight_blocks:
+            if not self._upkeep.mover.in_flight_blocks:
                 return False
         return self._arrived.wait(timeout_seconds)
 
@@ -529,7 +451,7 @@ class KVStore:
                 sequence.shared = False
             self.pool.drop_all_idle()
             failures = []
-            for tier in self._tiers:
+            for tier in self._parts.tiers:
                 try:
                     tier.clear()
                 except TierError as error:
@@ -561,8 +483,9 @@ class KVStore:
             if self._closed:
                 return
             self._closed = True
-        self._executor.close()
-        for tier in self._tiers:
+            self._sequences.clear()
+        self._parts.executor.close()
+        for tier in self._parts.tiers:
             tier.close()
 
     def __enter__(self) -> KVStore:
@@ -573,7 +496,14 @@ class KVStore:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _chain(self, token_ids: Items[int], media: Items[Media], identity: Identity | None) -> HashChain:
+    def _chain(self, token_ids: Items[int] | HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
+        if isinstance(token_ids, HashChain):
+            if token_ids.block_tokens != self.geometry.block_tokens:
+                raise UsageError(
+                    f"the prompt was hashed in blocks of {token_ids.block_tokens}, this store's are "
+                    f"{self.geometry.block_tokens}"
+                )
+            return token_ids.fork()
         if not len(token_ids):
             raise UsageError("an empty prompt has nothing to compute: give at least one token id")
         chain = HashChain(
@@ -592,6 +522,9 @@ class KVStore:
         return sequence
 
     def _running(self, sequence_id: str) -> Sequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None and sequence.state is SequenceState.RUNNING:
+            return sequence
         sequence = self._sequence(sequence_id)
         if sequence.state is SequenceState.LOADING:
             raise UsageError(f"sequence {sequence_id!r} is still loading: call step until fetch says done")
@@ -600,8 +533,3 @@ class KVStore:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this store is closed")
-
-    def _on_evict(self, group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
-        """The pool drops idle blocks; called inside `allocate`, under the lock."""
-        self._upkeep.forget(ids)
-        self.metrics.evicted(len(ids))

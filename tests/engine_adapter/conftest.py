@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loop_kit import Kit, KitMaker, geometry, make_store
+
+from tests.engine_adapter.loop_kit import Kit, KitMaker, geometry, make_store
 
 torch.set_num_threads(1)
 

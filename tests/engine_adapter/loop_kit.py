@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,9 @@ from allocator import CacheGroup, GroupKind, KVGeometry
 from engine_adapter.decode_loop import DecodeLoop, StepOutcome
 from engine_adapter.request import Request, RequestResult
 from engine_adapter.testing import ToyModel, ToyRunner, toy_generate
-from kvstore import Identity, KVStore, KVStoreConfig
+from kvstore import HostTier, Identity, KVStore, KVStoreConfig
+from kvstore.testing import Faults, FaultyTier
+from kvstore.tier import InlineExecutor, ThreadExecutor
 
 VOCAB = 97
 
@@ -36,8 +39,20 @@ def geometry(kind: str, block_tokens: int = 4) -> KVGeometry:
 FAMILIES = ("full", "sliding", "hybrid", "latent")
 
 
-def make_store(kv: KVGeometry, *, blocks: int = 64, host_blocks: int = 0, **settings: Any) -> KVStore:
-    """A store with room for about `blocks` full blocks of each group; raw and without threads unless told otherwise."""
+def make_store(
+    kv: KVGeometry,
+    *,
+    blocks: int = 64,
+    host_blocks: int = 0,
+    faults: Faults | None = None,
+    seed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
+) -> KVStore:
+    """A store with room for about `blocks` full blocks of each group; raw and without threads unless told otherwise.
+
+    With `faults` its host tier loses, tears, flips, delays and repeats, drawn from `seed`.
+    """
     block_bytes = sum(-(-kv.full_slot_bytes(group) // 64) * 64 for group in range(len(kv.groups)))
     chosen: dict[str, Any] = {
         "device_bytes": blocks * block_bytes,
@@ -47,7 +62,11 @@ def make_store(kv: KVGeometry, *, blocks: int = 64, host_blocks: int = 0, **sett
         **settings,
     }
     identity = Identity(model="toy", weights="0" * 64, geometry=kv)
-    return KVStore(kv, identity, KVStoreConfig(**chosen))
+    tiers = None
+    if faults is not None:
+        executor = InlineExecutor() if chosen["io_threads"] == "inline" else ThreadExecutor()
+        tiers = [FaultyTier(HostTier(chosen["host_bytes"], executor), faults, seed=seed)]
+    return KVStore(kv, identity, KVStoreConfig(**chosen), tiers=tiers, clock=clock)
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -72,6 +91,9 @@ class Kit:
         outcome = self.loop.step()
         self.outcomes.append(outcome)
         self.store.check_invariants()
+        for stream in self.loop._scheduler.running:
+            written = self.store.written_tokens(stream.sequence_id)
+            assert written == self.store.committed_tokens(stream.sequence_id) == stream.computed, stream.sequence_id
         if outcome.idle:
             self.store.wait(0.05)
         return outcome
@@ -107,7 +129,8 @@ class Kit:
         assert not self.loop.busy
         assert self.store.sequence_ids() == []
         for _ in range(1000):
-            self.store.step()
+            for _ in range(6):  # a late completion comes some polls later
+                self.store.step()
             if not self.store.wait(0.01):
                 break
         self.store.check_invariants()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from loop_kit import FAMILIES, VOCAB, Kit, KitMaker, prompt
-
 from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.request import FinishReason, Request, RequestResult
 from engine_adapter.sampling import draw, uniform_at
 from engine_adapter.testing import ScriptedDrafter, toy_generate
+from kvstore.testing import Faults
+from tests.engine_adapter.loop_kit import FAMILIES, VOCAB, Kit, KitMaker, prompt
 
 
 def truth(kit: Kit, request: Request, branch: int) -> list[int]:
@@ -23,24 +23,37 @@ def truth(kit: Kit, request: Request, branch: int) -> list[int]:
     )
 
 
-def random_requests(rng: random.Random, longest: int) -> list[Request]:
+def random_prompts(rng: random.Random, longest: int, block_tokens: int) -> list[list[int]]:
+    """Prompts that share prefixes, whole blocks behind other pasts, or everything."""
     roots = [prompt(rng.randrange(1000), longest) for _ in range(3)]
-    made = []
-    for index in range(rng.randint(4, 12)):
-        shared = rng.choice(roots)[: rng.randint(0, longest - 6)]
-        own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
-        sampled = rng.random() < 0.3
-        made.append(
-            Request(
-                f"r{index}",
-                [*shared, *own],
-                rng.randint(1, 16),
-                temperature=1.5 if sampled else 0.0,
-                seed=index,
-                n=rng.choice([1, 1, 1, 2, 3]),
-            )
-        )
+    made: list[list[int]] = []
+    for _ in range(rng.randint(4, 12)):
+        kind = rng.random()
+        if kind < 0.15 and made:
+            made.append(list(rng.choice(made)))
+            continue
+        if kind < 0.45:
+            starts = range(0, rng.randint(0, longest - 6), block_tokens)
+            shared = [token for start in starts for token in rng.choice(roots)[start : start + block_tokens]]
+        else:
+            shared = rng.choice(roots)[: rng.randint(0, longest - 6)]
+        ended = rng.random() < 0.4 and len(shared) > 0
+        made.append(shared if ended else [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))])
     return made
+
+
+def random_requests(rng: random.Random, longest: int, block_tokens: int) -> list[Request]:
+    return [
+        Request(
+            f"r{index}",
+            token_ids,
+            rng.randint(1, 16),
+            temperature=1.5 if rng.random() < 0.3 else 0.0,
+            seed=index,
+            n=rng.choice([1, 1, 1, 2, 3]),
+        )
+        for index, token_ids in enumerate(random_prompts(rng, longest, block_tokens))
+    ]
 
 
 def check(kit: Kit, request: Request, result: RequestResult) -> None:
@@ -53,8 +66,8 @@ def check(kit: Kit, request: Request, result: RequestResult) -> None:
         assert list(completion.token_ids) == expected, (request.request_id, completion.index)
 
 
-def run_random_mix(make_kit: KitMaker, seed: int) -> Kit:
-    """Everything at once, drawn from `seed`: families, block sizes, tight memory, drafts, forks, aborts, preemptions."""
+def run_random_mix(make_kit: KitMaker, seed: int, *, faults: Faults | None = None) -> Kit:
+    """Everything at once, drawn from `seed`: family, block size, tight memory, drafts, forks, aborts, preemptions."""
     rng = random.Random(seed)
     family = FAMILIES[seed % len(FAMILIES)]
     block_tokens = rng.choice([1, 2, 4, 8])
@@ -64,11 +77,13 @@ def run_random_mix(make_kit: KitMaker, seed: int) -> Kit:
         family,
         block_tokens,
         blocks=int(tightest * rng.choice([1.0, 1.5, 3.0])) + 10,
-        host_blocks=rng.choice([0, 8, 200]),
-        prefill_tokens_per_second=rng.choice([1e-3, 1e9]),
+        host_blocks=rng.choice([0, 8, 200]) if faults is None else 200,
+        prefill_tokens_per_second=rng.choice([1e-3, 1e9]) if faults is None else 1e-3,
+        faults=faults,
+        seed=seed,
         io_threads=rng.choice(["inline", "inline", "thread"]),
     )
-    requests = random_requests(rng, longest)
+    requests = random_requests(rng, longest, block_tokens)
     batch = rng.randint(1, 5)
     drafter = None
     if rng.random() < 0.6:

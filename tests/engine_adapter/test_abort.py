@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from loop_kit import FAMILIES, Kit, KitMaker, prompt
 
 from engine_adapter.request import FinishReason, Request
+from tests.engine_adapter.loop_kit import FAMILIES, Kit, KitMaker, prompt
 
 
 @pytest.mark.parametrize("family", FAMILIES)

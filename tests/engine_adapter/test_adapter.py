@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from loop_kit import KitMaker, geometry, make_store, prompt
 
 from allocator import ConfigError, DuplicateSequence, TierError, UnknownSequence
 from engine_adapter.adapter import EngineAdapter, LoadEvent, LoadOutcome, StoreAdapter, storable_tokens
@@ -13,6 +12,7 @@ from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.request import Request
 from engine_adapter.testing import ToyRunner
 from kvstore import KVStore
+from tests.engine_adapter.loop_kit import KitMaker, geometry, make_store, prompt
 
 METHODS = {"geometry", "reserve", "allocate", "load", "commit", "rollback", "preempt", "finish", "abort"}
 

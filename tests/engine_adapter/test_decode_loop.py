@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from loop_kit import FAMILIES, VOCAB, KitMaker, prompt
 
 from allocator import CapacityError, ConfigError, DuplicateSequence, UnknownSequence, UsageError
 from engine_adapter.batch import StepBatch
@@ -14,6 +13,7 @@ from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.request import FinishReason, Request
 from engine_adapter.sampling import uniform_at
 from engine_adapter.testing import ToyRunner, toy_generate
+from tests.engine_adapter.loop_kit import FAMILIES, VOCAB, KitMaker, prompt
 
 from engine_adapter.sampling import draw  # isort: skip
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from loop_kit import FAMILIES, KitMaker, prompt
 
 from allocator import CapacityError
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.request import FinishReason, Request, RequestResult
 from engine_adapter.sampling import draw, uniform_at
 from engine_adapter.testing import ToyModel, toy_generate
+from tests.engine_adapter.loop_kit import FAMILIES, KitMaker, prompt
 
 
 def check_branches(model: ToyModel, request: Request, result: RequestResult) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from loop_kit import FAMILIES, Kit, KitMaker, prompt
 
 from engine_adapter.request import Request
 from engine_adapter.scheduler import Phase
+from tests.engine_adapter.loop_kit import FAMILIES, Kit, KitMaker, prompt
 
 
 def requests(count: int, prompt_tokens: int, new_tokens: int) -> list[Request]:

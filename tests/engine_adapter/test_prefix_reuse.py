@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from loop_kit import FAMILIES, KitMaker, prompt
 
 from engine_adapter.request import Request
+from tests.engine_adapter.loop_kit import FAMILIES, KitMaker, prompt
 
 BLOCK = 4
 

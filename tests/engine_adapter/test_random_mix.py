@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from loop_kit import KitMaker
-from random_load import run_random_mix
+
+from tests.engine_adapter.loop_kit import KitMaker
+from tests.engine_adapter.random_load import run_random_mix
 
 
 @pytest.mark.parametrize("seed", range(60))

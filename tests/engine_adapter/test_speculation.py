@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from loop_kit import FAMILIES, Kit, KitMaker, geometry, make_store, prompt
 
 from engine_adapter.decode_loop import DecodeLoop
 from engine_adapter.drafter import PromptLookupDrafter
 from engine_adapter.request import FinishReason, Request
 from engine_adapter.sampling import draw, uniform_at
 from engine_adapter.testing import ScriptedDrafter, ToyRunner, toy_generate
+from tests.engine_adapter.loop_kit import FAMILIES, Kit, KitMaker, geometry, make_store, prompt
 
 
 def with_drafter(kit: Kit, drafter: object, **options: object) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from loop_kit import FAMILIES, Kit, KitMaker, geometry, prompt
 
 from allocator import IntegrityError
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.request import Request
 from engine_adapter.testing import ToyModel, ToyRunner, toy_generate, toy_states
+from tests.engine_adapter.loop_kit import FAMILIES, Kit, KitMaker, geometry, prompt
 
 
 def begin(kit: Kit, count: int) -> list[int]:

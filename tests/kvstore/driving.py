@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore import KVStore
 
@@ -74,3 +74,21 @@ def check_bytes(store: KVStore, sequence_id: str, token_ids: Sequence[int]) -> N
             want = expected[position * block_tokens : (position + 1) * block_tokens].to(keys.dtype)
             got = keys[entry >> 1].permute(2, 0, 1, 3)[: len(want)]
             assert torch.equal(got, want), f"group {index}, block {position} of {sequence_id!r} holds other bytes"
+
+
+class HeldExecutor:
+    """Keeps tasks until `run` is called: a tier that is as slow as a test wants."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self.tasks.append(task)
+
+    def run(self) -> None:
+        tasks, self.tasks = self.tasks, []
+        for task in tasks:
+            task()
+
+    def close(self) -> None:
+        self.run()

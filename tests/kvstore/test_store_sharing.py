@@ -30,7 +30,7 @@ def test_case_023_whole_prompt_cached_leaves_a_token(make_store: Callable[..., K
 
 
 def test_case_063_any_split_resumes_with_the_same_bytes(make_store: Callable[..., KVStore]) -> None:
-    prompt = list(range(50, 50 + 5 * B + 3))
+    prompt = list(range(50, 50 + 3 * B + 3))
     for split in range(1, len(prompt)):
         store = make_store(blocks=20)
         run_prompt(store, "head", prompt[:split])

@@ -1,0 +1,80 @@
+"""The command: chooses suites, prints rows as they come, writes JSON and a page.
+
+Exit codes: 0 measured, 1 a suite failed, 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: one thread, and its tensors in huge pages, or the baselines swing.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.report import markdown
+from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
+
+SUITES = ("pool", "fidelity", "loop")
+Suite = Callable[[Options], Iterable[Row]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suites that `arguments` name."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    names = [name for name in asked.suite.split(",") if name]
+    unknown = sorted(set(names) - set(SUITES))
+    if unknown or not names:
+        parser.error(f"unknown suite {', '.join(unknown) or '(none)'}: choose from {', '.join(SUITES)}")
+    options = Options(rounds=asked.rounds, quick=asked.quick, seed=asked.seed, models=tuple(asked.model))
+    report = Report(environment(asked.seed), [])
+    failed = False
+    for name in names:
+        suite: Suite = importlib.import_module(f"benchmarks.suites.{name}").rows
+        try:
+            for row in suite(options):
+                report.rows.append(row)
+                print(row.described(), file=sys.stderr, flush=True)
+        except (RuntimeError, OSError) as error:
+            print(f"{name}: failed: {error}", file=sys.stderr)
+            failed = True
+    _write(asked.json, report.to_json())
+    if asked.report:
+        command = f"python -m benchmarks --suite {asked.suite}"
+        _write(asked.report, markdown(report, command))
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure, beside a baseline in the same run."
+    )
+    parser.add_argument("--suite", required=True, metavar="NAME[,NAME]", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--json", required=True, metavar="FILE", help="where the rows go; - is standard output")
+    parser.add_argument("--report", metavar="FILE", help="a Markdown page of the same rows")
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="interleaved rounds (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help="limit suites that load models; repeat"
+    )
+    parser.add_argument("--quick", action="store_true", help="a short run that only shows that everything works")
+    return parser
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    Path(target).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a cold form costs a real model: paged attention emulated, rivals' formats, real text (the `fidelity` suite)."""

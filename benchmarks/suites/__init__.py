@@ -1,0 +1,1 @@
+"""One module a suite; each has `rows(options)`, which yields rows as they are measured."""

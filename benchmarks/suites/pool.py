@@ -1,0 +1,147 @@
+"""The control plane beside vLLM's own block pool and KV cache manager, round by round in one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from benchmarks.rows import Options, Row, compared, interleaved
+from benchmarks.suites import pool_workload as work
+from benchmarks.suites.own_pool import OwnSide
+
+_ROOT = Path(__file__).resolve().parents[2]
+_VARIABLE = "KVSTORE_VLLM_PYTHON"
+_BASELINE = "vllm"
+_NOTE = (
+    "Pool rows: blocks of 16 tokens, caching on; the pool is full of idle blocks, every other one hashed, so that "
+    "taking blocks evicts hashed ones. A block counts once for allocate and free together. Prompts have 32,768 tokens."
+)
+_READY = (
+    "Lookups and admissions begin with the prompt's hashes ready on both sides; `from_tokens` begins with token ids."
+)
+_ADMIT = (
+    "An admission ends with the block table handed out and all full blocks named. Ours is admit, grow, tables and "
+    "commit; vLLM's is get_computed_blocks, allocate_slots (which names them before they are computed), get_blocks."
+)
+_STEP = "A decode step is one token of one of 32 sequences; ours includes the store's own step()."
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    unit: str
+    method: str
+    arguments: tuple[object, ...] = ()
+    note: str = _NOTE
+
+
+_CASES = (
+    *(_Case(f"alloc_free_{batch}", "M blocks/s", "alloc_free", (batch,)) for batch in work.BATCHES),
+    _Case("hash_32k", "us", "hash_prompt"),
+    _Case("lookup_32k", "us", "lookup", note=_READY),
+    _Case("admit_cold_32k", "us", "admit", (False, True), _ADMIT),
+    _Case("admit_warm_32k", "us", "admit", (True, True), _ADMIT),
+    _Case("admit_cold_32k_from_tokens", "us", "admit", (False, False), _ADMIT),
+    _Case("admit_warm_32k_from_tokens", "us", "admit", (True, False), _ADMIT),
+    _Case("free_32k", "us", "free"),
+    _Case("decode_step", "us", "decode_step", note=_STEP),
+)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """One row a case; without vLLM the rows stand alone, named the same."""
+    own = OwnSide()
+    python = None if options.quick else vllm_python()
+    peer = VllmPeer(python) if python else None
+    if peer is None and not options.quick:
+        options.log(f"pool: vLLM is not here, so nothing stands beside; run make bench-peers or set {_VARIABLE}")
+    try:
+        for case in _CASES:
+            yield _measured(case, own, peer, options.rounds)
+    finally:
+        if peer is not None:
+            peer.close()
+
+
+def _measured(case: _Case, own: OwnSide, peer: VllmPeer | None, rounds: int) -> Row:
+    run: Callable[..., float] = getattr(own, case.method)
+
+    def ours(number: int) -> float:
+        return run(*case.arguments, number)
+
+    def theirs(number: int) -> float:
+        assert peer is not None
+        return peer.seconds(case.method, *case.arguments, number)
+
+    mine, other = interleaved(ours, theirs if peer else None, rounds)
+    rate = case.unit == "M blocks/s"
+    row = compared(
+        "pool",
+        f"{case.name}_vs_vllm",
+        case.unit,
+        [1e-6 / seconds if rate else 1e6 * seconds for seconds in mine],
+        better="larger" if rate else "smaller",
+        baseline=_BASELINE,
+        theirs=[1e-6 / seconds if rate else 1e6 * seconds for seconds in other],
+        note=case.note,
+    )
+    return replace(row, baseline=f"vllm {peer.version}") if peer else row
+
+
+def vllm_python() -> str | None:
+    """An interpreter that has vLLM: named by the environment, made by `make bench-peers`, or none."""
+    named = os.environ.get(_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise RuntimeError(
+                f"{_VARIABLE} is {named!r}, which is no file: expected a Python interpreter that has vLLM"
+            )
+        return named
+    made = _ROOT / ".venv-vllm" / "bin" / "python"
+    return str(made) if made.is_file() else None
+
+
+class VllmPeer:
+    """The peer process: one request and one answer at a time."""
+
+    def __init__(self, python: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.suites.vllm_peer"],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if "pytest" in sys.modules else None,
+            text=True,
+        )
+        self.version = str(self._answer()["version"])
+
+    def seconds(self, method: str, *arguments: object) -> float:
+        """Have one case done once."""
+        assert self._process.stdin is not None
+        print(json.dumps({"method": method, "arguments": arguments}), file=self._process.stdin, flush=True)
+        answer = self._answer()["seconds"]
+        assert isinstance(answer, float)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _answer(self) -> dict[str, object]:
+        answers: IO[str] | None = self._process.stdout
+        assert answers is not None
+        line = answers.readline()
+        if not line:
+            raise RuntimeError(f"the vLLM peer ended with code {self._process.wait(timeout=60)}; its error is above")
+        answer: dict[str, object] = json.loads(line)
+        return answer

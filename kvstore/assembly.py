@@ -1,0 +1,114 @@
+"""How the parts of a store are put together from geometry, settings and device. Runs once, at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from allocator import BlockPool, ExtentLayout
+from kvstore.admission import Admitter
+from kvstore.costs import CostModel
+from kvstore.growth import Growth
+from kvstore.leases import Leases
+from kvstore.metrics import StoreMetrics
+from kvstore.mover import Mover
+from kvstore.residency import Residency
+from kvstore.tier import InlineExecutor, ThreadExecutor
+from kvstore.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from collections.abc import Sequence as Items
+
+    from allocator import KVGeometry
+    from kvstore.config import KVStoreConfig
+    from kvstore.device_blocks import BlockBytes
+    from kvstore.sequence import Sequence
+    from kvstore.tier import Executor, Tier
+    from quant import BlockCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a store is made of. Only the store calls them, under its lock (executor and tiers have their own)."""
+
+    cold_codec: BlockCodec | None
+    pool: BlockPool
+    device: BlockBytes
+    tiers: tuple[Tier, ...]
+    executor: Executor
+    costs: CostModel
+    metrics: StoreMetrics
+    residency: Residency
+    admitter: Admitter
+    growth: Growth
+    upkeep: Upkeep
+    leases: Leases
+
+
+def make_executor(kind: str) -> Executor:
+    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
+    return InlineExecutor() if kind == "inline" else ThreadExecutor()
+
+
+def assemble(
+    geometry: KVGeometry,
+    config: KVStoreConfig,
+    device_name: str,
+    tiers: Items[Tier] | None,
+    sequences: Mapping[str, Sequence],
+    waker: Callable[[], None],
+) -> Parts:
+    """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small."""
+    from kvstore.device_blocks import AbsentDevice, DeviceBlocks, cold_slot_bytes, make_codec
+
+    codec = make_codec(config.codec, config.error_bound)
+    full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
+    layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
+    metrics = StoreMetrics()
+    pool = BlockPool(layout)
+    device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
+    if tiers is None:
+        tiers = () if device_name == "absent" else _host_tiers(config, layout)
+    for tier in tiers:
+        tier.set_waker(waker)
+    executor = make_executor(config.io_threads)
+    costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
+    residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
+    mover = Mover(pool, device, executor, metrics, costs, spill_inflight_limit=config.spill_queue_blocks, waker=waker)
+    upkeep = Upkeep(geometry, pool, device, residency, mover, tuple(tiers), config, sequences, cools=codec is not None)
+
+    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
+        upkeep.forget(ids)
+        metrics.evicted(len(ids))
+
+    pool.on_evict = on_evict
+    return Parts(
+        cold_codec=codec,
+        pool=pool,
+        device=device,
+        tiers=tuple(tiers),
+        executor=executor,
+        costs=costs,
+        metrics=metrics,
+        residency=residency,
+        admitter=Admitter(geometry, pool, residency, mover, costs),
+        growth=Growth(geometry, pool, device, mover, upkeep),
+        upkeep=upkeep,
+        leases=Leases(pool),
+    )
+
+
+def _host_tiers(config: KVStoreConfig, layout: ExtentLayout) -> tuple[Tier, ...]:
+    if not config.host_bytes:
+        return ()
+    from kvstore.host_tier import HostTier
+
+    return (
+        HostTier(
+            config.host_bytes,
+            make_executor(config.io_threads),
+            slot_bytes=[size for size in layout.raw_slot_bytes if size],
+            prefault=config.host_prefault,
+        ),
+    )

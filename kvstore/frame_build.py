@@ -1,0 +1,159 @@
+"""Writing frames: over payload pieces where they lie, or into a buffer of the caller's. Bytes in docs/formats/frame.md.
+
+Pure functions over buffers; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from allocator.errors import UsageError
+from kvstore.frame_layout import (
+    CHECK_BYTES,
+    EXACT_FLAG,
+    FIXED,
+    KEYED_FLAG,
+    MAC_BYTES,
+    MAGIC,
+    MOST_SEGMENTS,
+    ROOT_BYTES,
+    SEGMENT,
+    VERSION,
+    FrameSpec,
+    cache_chunks,
+    header_layout,
+    keyed_hash,
+    padded_name,
+)
+from kvstore.tier import Buffer, ByteRow, as_byte_row
+
+
+def build_header(
+    spec: FrameSpec,
+    pieces: Sequence[Buffer],
+    *,
+    layer_ranges: Sequence[tuple[int, int]] | None = None,
+    secret: bytes | None = None,
+) -> bytes:
+    """The header over payload pieces where they lie; header and pieces in order are the frame.
+
+    pieces: one buffer a segment, in layer order; layer_ranges says which layers each holds (None: one piece, all).
+    UsageError when sizes or ranges do not add up to the spec, or the secret has a bad length.
+    """
+    rows = [as_byte_row(piece) for piece in pieces]
+    ranges = _checked_ranges(spec, rows, layer_ranges)
+    return _header(spec, ranges, rows, [xxhash.xxh3_128_digest(row.data) for row in rows], secret)
+
+
+def build_scatter(
+    spec: FrameSpec,
+    pieces: Sequence[Buffer],
+    *,
+    layer_ranges: Sequence[tuple[int, int]] | None = None,
+    secret: bytes | None = None,
+) -> list[memoryview]:
+    """Header and pieces as a list for sendmsg or pwritev. No payload is copied."""
+    header = build_header(spec, pieces, layer_ranges=layer_ranges, secret=secret)
+    return [memoryview(header), *(as_byte_row(piece).data for piece in pieces)]
+
+
+def build_into(
+    out: Buffer,
+    spec: FrameSpec,
+    pieces: Sequence[Buffer],
+    *,
+    layer_ranges: Sequence[tuple[int, int]] | None = None,
+    secret: bytes | None = None,
+) -> int:
+    """Write the frame to the start of `out`, checksums taken from what was written. Returns the frame's bytes."""
+    rows = [as_byte_row(piece) for piece in pieces]
+    ranges = _checked_ranges(spec, rows, layer_ranges)
+    target = as_byte_row(out, writable=True)
+    size = spec.frame_bytes(len(rows))
+    if target.nbytes < size:
+        raise UsageError(f"frame: got a buffer of {target.nbytes} bytes; expected at least {size}")
+    at, written, checksums = spec.header_bytes(len(rows)), [], []
+    for row in rows:
+        place = target[at : at + row.nbytes]
+        state = xxhash.xxh3_128()
+        for start, stop in cache_chunks(0, row.nbytes):
+            np.copyto(place[start:stop], row[start:stop])
+            state.update(place[start:stop].data)
+        written.append(place)
+        checksums.append(state.digest())
+        at += row.nbytes
+    header = _header(spec, ranges, written, checksums, secret)
+    target[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+    return size
+
+
+def _checked_ranges(
+    spec: FrameSpec, rows: Sequence[ByteRow], layer_ranges: Sequence[tuple[int, int]] | None
+) -> list[tuple[int, int]]:
+    first, last = spec.key.layers
+    ranges = [(first, last)] if layer_ranges is None else list(layer_ranges)
+    total = sum(row.nbytes for row in rows)
+    if total != spec.payload_bytes or any(row.nbytes == 0 for row in rows):
+        raise UsageError(
+            f"frame: got pieces of {total} bytes; expected {spec.payload_bytes} in pieces that are not empty"
+        )
+    if len(ranges) != len(rows) or len(rows) > MOST_SEGMENTS:
+        raise UsageError(f"frame: got {len(rows)} pieces for {len(ranges)} layer ranges; expected one each")
+    for start, stop in ranges:
+        if start != first or not start < stop <= last:
+            raise UsageError(
+                f"frame: got layer ranges {ranges}; expected them to follow each other over {spec.key.layers}"
+            )
+        first = stop
+    if first != last:
+        raise UsageError(f"frame: got layer ranges {ranges}; expected them to cover {spec.key.layers}")
+    return ranges
+
+
+def _header(
+    spec: FrameSpec,
+    ranges: Sequence[tuple[int, int]],
+    rows: Sequence[ByteRow],
+    checksums: Sequence[bytes],
+    secret: bytes | None,
+) -> bytes:
+    key = spec.key
+    table_at, _, header_bytes = header_layout(len(key.parameters), len(rows))
+    header = bytearray(header_bytes)
+    FIXED.pack_into(
+        header,
+        0,
+        MAGIC,
+        VERSION,
+        (EXACT_FLAG if key.exact else 0) | (KEYED_FLAG if secret is not None else 0),
+        header_bytes,
+        key.hash,
+        key.root[:ROOT_BYTES],
+        padded_name(key.codec),
+        padded_name(spec.dtype),
+        key.group,
+        0,
+        spec.block_tokens,
+        *key.heads,
+        *key.layers,
+        spec.key_dim,
+        spec.value_dim,
+        spec.payload_bytes,
+        spec.payload_bytes,
+        len(key.parameters),
+        len(rows),
+        0,
+    )
+    header[FIXED.size : FIXED.size + len(key.parameters)] = key.parameters
+    offset = 0
+    for index, (row, (start, stop), checksum) in enumerate(zip(rows, ranges, checksums, strict=True)):
+        SEGMENT.pack_into(header, table_at + index * SEGMENT.size, offset, row.nbytes, start, stop, 0, checksum)
+        offset += row.nbytes
+    mac_at = header_bytes - CHECK_BYTES - MAC_BYTES
+    if secret is not None:
+        header[mac_at : mac_at + MAC_BYTES] = keyed_hash(secret, bytes(header[:mac_at]), rows)
+    header[-CHECK_BYTES:] = xxhash.xxh3_128_digest(bytes(header[:-CHECK_BYTES]))
+    return bytes(header)

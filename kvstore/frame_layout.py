@@ -1,0 +1,96 @@
+"""The bytes of a frame's header: fields, sizes, order. Specified in docs/formats/frame.md; used by reader and writer.
+
+Constants and pure functions; any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from allocator.errors import UsageError
+from kvstore.copy_key import CopyKey
+from kvstore.tier import ByteRow
+
+MAGIC = b"KVFRAME\x00"
+VERSION = 1
+ALIGN_BYTES = 64
+SECRET_BYTES = (16, 64)  # shortest and longest
+
+EXACT_FLAG, KEYED_FLAG = 1, 2
+FIXED = struct.Struct("<8sHHI32s16s16s16sHHIHHHHIIQQIHH")
+SEGMENT = struct.Struct("<QQHHI16s")
+MAC_BYTES, CHECK_BYTES = 32, 16
+MOST_SEGMENTS = 4096
+NAME_BYTES = 16
+ROOT_BYTES = 16
+_CHUNK_BYTES = 256 << 10  # copied and checked while it lies in cache
+_PERSON = b"kvstore frame"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSpec:
+    """What a frame holds: the copy's key, and the shape and size that its key implies.
+
+    block_tokens, key_dim, value_dim (0: latent), dtype (of the decoded KV), payload_bytes (as the codec gives them).
+    """
+
+    key: CopyKey
+    block_tokens: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    payload_bytes: int
+
+    def __post_init__(self) -> None:
+        limits = (("block_tokens", 1, 32), ("key_dim", 1, 32), ("value_dim", 0, 32), ("payload_bytes", 1, 63))
+        for name, least, bits in limits:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << bits:
+                raise UsageError(f"frame {name}: got {value!r}; expected an int in [{least}, 2**{bits})")
+        if not (self.dtype.isascii() and self.dtype.isprintable() and 0 < len(self.dtype) <= NAME_BYTES):
+            raise UsageError(f"frame dtype: got {self.dtype!r}; expected 1 to 16 printable ASCII characters")
+
+    def header_bytes(self, segment_count: int) -> int:
+        return header_layout(len(self.key.parameters), segment_count)[2]
+
+    def frame_bytes(self, segment_count: int) -> int:
+        return self.header_bytes(segment_count) + self.payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the payload: layers [start, stop) of the copy, whole; offset counts from the payload's start."""
+
+    offset: int
+    byte_count: int
+    layers: tuple[int, int]
+    checksum: bytes
+
+
+def header_layout(parameters_bytes: int, segment_count: int) -> tuple[int, int, int]:
+    """Where the table begins and ends, and the header's length."""
+    table_at = FIXED.size + -(-parameters_bytes // 8) * 8
+    table_end = table_at + segment_count * SEGMENT.size
+    whole = table_end + MAC_BYTES + CHECK_BYTES
+    return table_at, table_end, -(-whole // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def padded_name(text: str) -> bytes:
+    return text.encode("ascii").ljust(NAME_BYTES, b"\x00")
+
+
+def cache_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for at in range(start, stop, _CHUNK_BYTES):
+        yield at, min(at + _CHUNK_BYTES, stop)
+
+
+def keyed_hash(secret: bytes, start: bytes, pieces: Sequence[ByteRow]) -> bytes:
+    if not isinstance(secret, bytes) or not SECRET_BYTES[0] <= len(secret) <= SECRET_BYTES[1]:
+        raise UsageError(f"frame secret: got {len(secret)} bytes; expected {SECRET_BYTES[0]} to {SECRET_BYTES[1]}")
+    state = hashlib.blake2b(start, key=secret, digest_size=MAC_BYTES, person=_PERSON)
+    for piece in pieces:
+        state.update(piece.data)
+    return state.digest()

@@ -1,0 +1,50 @@
+"""Pins with an end. Runs under the store's lock; a lease that has ended is never an error on the data path."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from allocator import LeaseError
+from kvstore.sequence import Lease
+
+if TYPE_CHECKING:
+    from allocator import BlockPool
+
+
+class Leases:
+    """The leases of one store. Invariant: a block is pinned once for each active lease that names it."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._ids = itertools.count(1)
+        self._active: dict[int, Lease] = {}
+
+    def grant(self, blocks: tuple[tuple[int, ...], ...], tokens: int, expires_at: float) -> Lease:
+        """Pin `blocks` (ids by group) until `expires_at`."""
+        for ids in blocks:
+            self._pool.pin(list(ids))
+        lease = Lease(next(self._ids), tokens, expires_at, blocks)
+        self._active[lease.lease_id] = lease
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Give a lease back. LeaseError when it is not of this store, or has ended."""
+        if not lease.active:
+            raise LeaseError(f"lease {lease.lease_id} has ended already")
+        if self._active.get(lease.lease_id) is not lease:
+            raise LeaseError(f"lease {lease.lease_id} is not of this store")
+        self._end(lease)
+
+    def expire(self, now: float) -> int:
+        """End every lease whose time is up; how many."""
+        late = [lease for lease in self._active.values() if lease.expires_at <= now]
+        for lease in late:
+            self._end(lease)
+        return len(late)
+
+    def _end(self, lease: Lease) -> None:
+        del self._active[lease.lease_id]
+        lease.active = False
+        for ids in lease.blocks:
+            self._pool.unpin(list(ids))
