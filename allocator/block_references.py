@@ -216,7 +216,7 @@ class BlockReferences(BlockLife):
     def _release_many(self, ids: Ids, run: bool) -> None:
         if ids.ndim != 1:
             raise UsageError(f"expected a flat batch of block ids, got shape {ids.shape}")
-        if int(ids.min()) < 0:
+        if int(ids.min()) == -1:
             ids = ids[ids >= 0]
             if len(ids) <= SMALL_BATCH:
                 return self.release(ids, run)
@@ -254,7 +254,7 @@ class BlockReferences(BlockLife):
         UsageError, with nothing changed, for a block that is not OPEN, SEALED or IDLE, or that is given twice.
         """
         array = np.asarray(ids, dtype=np.int32)
-        if len(array) and int(array.min()) < 0:
+        if len(array) and int(array.min()) == -1:
             array = array[array >= 0]
         if not len(array):
             return

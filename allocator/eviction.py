@@ -168,16 +168,16 @@ class LRU(EvictionPolicy):
         self._fold_cursor()
         taken: list[Ids | list[int]] = []
         kept: list[_Segment] = []
+        kept_late: list[tuple[int, int, int]] = []
         need = count
         segments = self._segments
         while need > 0 and (segments or self._late):
-            if self._late and (not segments or self._late[0][0] <= segments[0][0]):
-                tick, _, block_id = heapq.heappop(self._late)
+            if self._late and (not segments or self._late[0][0] < segments[0][0]):
+                tick, order, block_id = heapq.heappop(self._late)
                 if self._stamps[block_id] != tick:
                     continue
                 if usable is not None and not usable(np.array([block_id], dtype=np.int32))[0]:
-                    kept.append((tick, block_id, False))
-                    self._entries += 1
+                    kept_late.append((tick, order, block_id))
                     continue
                 taken.append([block_id])
                 need -= 1
@@ -193,6 +193,8 @@ class LRU(EvictionPolicy):
                 taken.append(chosen)
                 need -= len(chosen)
         segments.extendleft(reversed(kept))
+        for entry in kept_late:
+            heapq.heappush(self._late, entry)
         victims = _joined(taken)
         self._stamp[victims] = 0
         self._count -= len(victims)
@@ -282,7 +284,7 @@ class LRU(EvictionPolicy):
     def _in_order(self, late: list[tuple[int, int, int]]) -> Iterator[tuple[int, int | list[int] | Ids]]:
         place = 0
         for tick, ids, _ in self._segments:
-            while place < len(late) and late[place][0] <= tick:
+            while place < len(late) and late[place][0] < tick:
                 yield late[place][0], late[place][2]
                 place += 1
             yield tick, ids

@@ -296,7 +296,7 @@ class _GroupRows:
         return found[0][0] if len(found) == 1 else _join_heads(found, len(slots))
 
     def _payload(self, position: int, slots: torch.Tensor) -> torch.Tensor:
-        """One layer's records, copied: uint8[blocks, bytes of the layer]. Moved as words: bytes take 5 times as long."""
+        """One layer's records, copied as words (bytes take 5 times as long): uint8[blocks, layer bytes]."""
         if self.cold_codec is None:
             raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
         if self.cold_words is None:

@@ -104,7 +104,8 @@ class Admitter:
                     count = sum(copy.form == form for copy in group_plan.copies.values())
                     fetched[group] += pool.allocate(group, count, form).tolist()
                 self._require_room(group, plan, needed_tokens)
-        except CapacityError:
+        except CapacityError as error:
+            error.transient = self._mover.in_flight_blocks > 0
             for ids in fetched:
                 pool.release(ids[::-1])
             for ids in shared:

@@ -67,7 +67,8 @@ class CopyKey(_Fields):
     @property
     def family(self) -> tuple[bytes, int, str, bool, tuple[int, int], tuple[int, int], bytes]:
         """Everything but the hash: the same for all blocks of a prompt in one form."""
-        return (self.root, self.group, self.codec, self.exact, self.heads, self.layers, self.parameters)
+        root, group, _, codec, exact, heads, layers, parameters = self
+        return (root, group, codec, exact, heads, layers, parameters)
 
     def with_hash(self, hash: bytes) -> CopyKey:
         """The same form of another block; quick, checks nothing (hashes come from a HashChain)."""

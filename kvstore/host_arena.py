@@ -6,6 +6,7 @@ changing them, so it may run beside writers.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -58,7 +59,8 @@ class HostArena:
             self._thread = None
         if not self._map.closed:
             self.memory = np.empty(0, dtype=np.uint8)
-            self._map.close()
+            with contextlib.suppress(BufferError):  # a view is still out: the memory goes with it
+                self._map.close()
 
     def _prefault(self) -> None:
         try:

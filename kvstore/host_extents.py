@@ -49,6 +49,7 @@ class HostExtents:
         self.extents: list[Extent] = []
         self._open: dict[int, dict[int, Extent]] = {}  # slot size -> its extents with free slots
         self._unassigned: list[Extent] = []
+        self._assigned: dict[int, dict[int, Extent]] = {}  # slot size -> its extents
         if slot_bytes:
             self._cut(slot_bytes)
 
@@ -89,6 +90,9 @@ class HostExtents:
                 self._open.setdefault(extent.slot_bytes, {})[extent.index] = extent
             else:
                 self._open.get(extent.slot_bytes, {}).pop(extent.index, None)
+                del self._assigned[extent.slot_bytes][extent.index]
+                if not self._assigned[extent.slot_bytes]:
+                    del self._assigned[extent.slot_bytes]
                 extent.slot_bytes, extent.free_offsets, extent.newest_tick = 0, [], 0
                 self._unassigned.append(extent)
 
@@ -101,10 +105,12 @@ class HostExtents:
         best: list[Extent] | None = None
         best_tick = before_tick
         if count == 1:
-            for extent in self.extents:
-                older = best_tick is None or extent.newest_tick < best_tick
-                if older and extent.slot_bytes != slot_bytes and extent.may_be_emptied:
-                    best, best_tick = [extent], extent.newest_tick
+            for size, extents in self._assigned.items():
+                if size == slot_bytes:
+                    continue
+                for extent in extents.values():
+                    if (best_tick is None or extent.newest_tick < best_tick) and extent.may_be_emptied:
+                        best, best_tick = [extent], extent.newest_tick
             return best
         for first in range(len(self.extents) - count + 1):
             run = self.extents[first : first + count]
@@ -123,6 +129,11 @@ class HostExtents:
         rules = (
             ("slots do not overlap", all(one[1] <= two[0] for one, two in pairwise(spans))),
             ("slots lie in the arena", not spans or spans[-1][1] <= self.capacity_bytes),
+            (
+                "assigned extents are known by size",
+                {(size, index) for size, extents in self._assigned.items() for index in extents}
+                == {(e.slot_bytes, e.index) for e in self.extents if e.slot_bytes},
+            ),
             ("a free slot is free once", all(len(set(e.free_offsets)) == len(e.free_offsets) for e in self.extents)),
             ("a free slot is not taken", not any(taken.intersection(e.free_offsets) for e in self.extents)),
             (
@@ -140,6 +151,7 @@ class HostExtents:
     def _assign(self, run: list[Extent], slot_bytes: int) -> list[Extent]:
         for extent in run:
             extent.slot_bytes = slot_bytes
+            self._assigned.setdefault(slot_bytes, {})[extent.index] = extent
             self._unassigned.remove(extent)
         return run
 

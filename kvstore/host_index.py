@@ -2,7 +2,7 @@
 
 A copy may go when it is not fenced (pinned, read, being written) and its block has no stored children or has another
 copy: leaves first. Among those, the least recently used of the wanted slot size goes; when all copies of another size
-in some extent are older still, that extent is emptied and changes size instead.
+in some extent are older still, that extent is emptied and changes size instead (looked at now and then).
 
 Pure bookkeeping, no bytes. Used by HostTier only, under its lock.
 """
@@ -17,6 +17,8 @@ from typing import TypeAlias
 from allocator.errors import IntegrityError
 from kvstore.copy_key import CopyKey
 from kvstore.host_extents import Extent, HostExtents, aligned
+
+_EXTENTS_A_LOOK = 32  # a look at all extents that found nothing colder is not repeated for this share of evictions
 
 _BlockName: TypeAlias = tuple[bytes, int, bytes]  # root, group, hash: a block, whatever form its copies have
 
@@ -39,6 +41,7 @@ class HostEntry:
     __slots__ = (
         "block",
         "extents",
+        "family",
         "is_linked",
         "is_queued",
         "key",
@@ -53,6 +56,7 @@ class HostEntry:
 
     def __init__(self, key: CopyKey, parent: bytes | None, size_bytes: int, place: tuple[int, list[Extent]]) -> None:
         self.key = key
+        self.family = key.family
         self.parent = None if parent == key.root else parent
         self.size_bytes = size_bytes
         self.slot_bytes = aligned(size_bytes)
@@ -67,6 +71,14 @@ class HostEntry:
     @property
     def is_fenced(self) -> bool:
         return self.reader_count > 0 or self.pin_count > 0
+
+    @property
+    def may_go(self) -> bool:
+        """Found, not fenced, and no stored block would lose its only parent."""
+        if self.reader_count or self.pin_count or not self.is_linked:
+            return False
+        block = self.block
+        return block is not None and (not block.child_copies or len(block.copies) > 1)
 
 
 class HostIndex:
@@ -83,12 +95,18 @@ class HostIndex:
         self._blocks: dict[_BlockName, _Block] = {}
         self._candidates: dict[int, list[tuple[int, int, HostEntry]]] = {}
         self._tick = 0
+        self._evictions_until_look = 0
 
     # lookup and recency ----------------------------------------------------------------------------------------------
 
     def find(self, key: CopyKey) -> HostEntry | None:
         family = self.families.get(key.family)
         return None if family is None else family.get(key.hash)
+
+    def twin(self, entry: HostEntry) -> HostEntry | None:
+        """What is found under an entry's key: itself, another, or nothing."""
+        family = self.families.get(entry.family)
+        return None if family is None else family.get(entry.key.hash)
 
     def touch(self, entry: HostEntry) -> None:
         self._tick += 1
@@ -119,7 +137,10 @@ class HostIndex:
         """The bytes are there: the copy can be found from now on."""
         entry.reader_count -= 1
         entry.is_linked = True
-        self.families.setdefault(entry.key.family, {})[entry.key.hash] = entry
+        family = self.families.get(entry.family)
+        if family is None:
+            family = self.families[entry.family] = {}
+        family[entry.key.hash] = entry
         self.copy_count += 1
         self.touch(entry)
         block = entry.block = self._block(entry.key, entry.key.hash)
@@ -134,7 +155,8 @@ class HostIndex:
             block.parent.child_copies.add(entry)
             self.orphan_count += 0 if block.parent.copies else 1
         for copy in block.copies:
-            self.requeue(copy)
+            if not copy.is_queued:
+                self.requeue(copy)
 
     def abandon(self, entry: HostEntry) -> None:
         """The write did not succeed, or came too late: give the slot back."""
@@ -143,10 +165,10 @@ class HostIndex:
 
     def unlink(self, entry: HostEntry) -> None:
         """No longer found. The slot is free at once, or when its last reader is done."""
-        family = self.families[entry.key.family]
+        family = self.families[entry.family]
         del family[entry.key.hash]
         if not family:
-            del self.families[entry.key.family]
+            del self.families[entry.family]
         entry.is_linked = False
         entry.pin_count = 0
         self.copy_count -= 1
@@ -160,8 +182,9 @@ class HostIndex:
         if parent is not None:
             parent.child_copies.remove(entry)
             self.orphan_count -= 0 if parent.copies else 1
-            for copy in parent.copies:
-                self.requeue(copy)
+            if not parent.child_copies or len(parent.copies) > 1:
+                for copy in parent.copies:
+                    self.requeue(copy)
         for one in (block, parent):
             if one is not None and not one.copies and not one.child_copies:
                 self._blocks.pop(one.name, None)
@@ -198,7 +221,7 @@ class HostIndex:
 
     def requeue(self, entry: HostEntry) -> None:
         """Make an entry a candidate, if it may go. Every copy that may go is in the heap of its size."""
-        if entry.is_queued or not self._may_go(entry):
+        if entry.is_queued or not entry.may_go:
             return
         entry.is_queued = True
         heap = self._candidates.setdefault(entry.slot_bytes, [])
@@ -207,18 +230,12 @@ class HostIndex:
             heap[:] = [item for item in heap if item[2].is_linked]
             heapq.heapify(heap)
 
-    def _may_go(self, entry: HostEntry) -> bool:
-        block = entry.block
-        if block is None or not entry.is_linked or entry.is_fenced:
-            return False
-        return not block.child_copies or len(block.copies) > 1
-
     def _oldest(self, slot_bytes: int) -> HostEntry | None:
         """The least recently used copy of a size that may go; it stays queued."""
         heap = self._candidates.get(slot_bytes, [])
         while heap:
             tick, _, entry = heap[0]
-            if not self._may_go(entry):
+            if not entry.may_go:
                 heapq.heappop(heap)
                 entry.is_queued = False
             elif tick != entry.tick:
@@ -229,7 +246,11 @@ class HostIndex:
 
     def _make_room(self, slot_bytes: int) -> bool:
         victim = self._oldest(slot_bytes)
-        colder = self._room.coldest_run(slot_bytes, None if victim is None else victim.tick)
+        self._evictions_until_look -= 1
+        colder = None
+        if victim is None or self._evictions_until_look <= 0:
+            colder = self._room.coldest_run(slot_bytes, None if victim is None else victim.tick)
+            self._evictions_until_look = len(self._room.extents) // _EXTENTS_A_LOOK if colder is None else 0
         if colder is not None:
             self.counts["extents_emptied"] += len(colder)
             for extent in colder:
@@ -272,7 +293,7 @@ class HostIndex:
             ("used bytes are the held slots", sum(entry.slot_bytes for entry in held) == self.used_bytes),
             ("orphans are counted", orphans == self.orphan_count),
             ("parents know their children", children == with_parent),
-            ("what may go is a candidate", all(id(entry) in queued for entry in linked if self._may_go(entry))),
+            ("what may go is a candidate", all(id(entry) in queued for entry in linked if entry.may_go)),
             ("counts are not negative", all(entry.reader_count >= 0 and entry.pin_count >= 0 for entry in held)),
             ("blocks are kept for a reason", all(block.copies or block.child_copies for block in blocks)),
         )

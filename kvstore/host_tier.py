@@ -185,7 +185,7 @@ class HostTier(QueuedTier):
             with self._lock:
                 if generation != self._generation:
                     result = ResultCode.CANCELLED  # cleared meanwhile: what was written belongs to the past
-                if result is ResultCode.OK and self._index.find(job.key) is None:
+                if result is ResultCode.OK and self._index.twin(entry) is None:
                     self._index.publish(entry)
                 else:
                     self._index.abandon(entry)

@@ -40,6 +40,7 @@ Buffer: TypeAlias = Any
 
 ByteRow: TypeAlias = npt.NDArray[np.uint8]
 
+_UINT8 = np.dtype(np.uint8)
 _LOG = logging.getLogger(__name__)
 
 
@@ -240,9 +241,9 @@ class Tier(ABC):
         if keys:
             raise UsageError(f"tier {self.name}: unpin of {len(keys)} keys; this tier pins nothing")
 
+    @abstractmethod
     def set_waker(self, waker: Callable[[], None] | None) -> None:
         """A call made, on any thread, whenever a Completion has been queued."""
-        raise NotImplementedError
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by cause."""
@@ -251,6 +252,10 @@ class Tier(ABC):
 
 def as_byte_row(buffer: Buffer, *, writable: bool = False) -> ByteRow:
     """A flat uint8 view of a contiguous buffer, no copy. UsageError when there is none."""
+    if type(buffer) is np.ndarray and buffer.dtype is _UINT8 and buffer.ndim == 1:
+        flags = buffer.flags
+        if flags.c_contiguous and (flags.writeable or not writable):
+            return buffer
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
@@ -328,13 +333,14 @@ class QueuedTier(Tier):
             if not isinstance(item, tuple) or len(item) not in (2, 3):
                 raise UsageError(f"put: got {item!r}; expected (key, pieces) or (key, pieces, parent)")
             key, pieces, parent = item if len(item) == 3 else (*item, None)
-            self._check_key(key)
+            if not isinstance(key, CopyKey):
+                raise UsageError(f"tier {self.name}: got {key!r}; expected a CopyKey")
             if parent is not None and (not isinstance(parent, bytes) or len(parent) != 32):
                 raise UsageError(f"put: parent {parent!r}; expected 32 bytes or None")
             if parent == key.hash:
                 raise UsageError(f"put: block {key.hash.hex()} is its own parent")
             rows = _rows(pieces)
-            jobs.append(Job(key, rows, parent, sum(row.nbytes for row in rows)))
+            jobs.append(Job(key, rows, parent, sum([row.nbytes for row in rows])))
         return self._start(TransferKind.PUT, jobs)
 
     def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]]) -> Transfer:
@@ -343,9 +349,10 @@ class QueuedTier(Tier):
             if not isinstance(item, tuple) or len(item) != 2:
                 raise UsageError(f"get: got {item!r}; expected (key, writable buffer)")
             key, buffer = item
-            self._check_key(key)
+            if not isinstance(key, CopyKey):
+                raise UsageError(f"tier {self.name}: got {key!r}; expected a CopyKey")
             rows = _rows(buffer, writable=True)
-            jobs.append(Job(key, rows, None, sum(row.nbytes for row in rows)))
+            jobs.append(Job(key, rows, None, sum([row.nbytes for row in rows])))
         return self._start(TransferKind.GET, jobs)
 
     def poll(self) -> list[Completion]:
@@ -387,10 +394,6 @@ class QueuedTier(Tier):
         self._executor.close()
 
     # inside ----------------------------------------------------------------------------------------------------------
-
-    def _check_key(self, key: object) -> None:
-        if not isinstance(key, CopyKey):
-            raise UsageError(f"tier {self.name}: got {key!r}; expected a CopyKey")
 
     def _count(self, cause: str, amount: int = 1) -> None:
         with self._state:
@@ -449,8 +452,8 @@ class QueuedTier(Tier):
             transfer.stage = _Stage.DONE
             self._open.pop(transfer.id, None)
             self._queued_items -= len(transfer.keys)
-            for code in results:
-                self._counts[f"{transfer.kind}_{code}"] += 1
+            for code in set(results):
+                self._counts[f"{transfer.kind}_{code}"] += results.count(code)
             self._completions.append(Completion(transfer, tuple(results)))
         waker = self._waker
         if waker is not None:

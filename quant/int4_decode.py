@@ -127,7 +127,7 @@ def decode_values_rotated(records: torch.Tensor, values: torch.Tensor, layout: R
 
 
 def decode_values(records: torch.Tensor, values: torch.Tensor, layout: RecordLayout) -> None:
-    """Into values of any shape with P*16*Dv elements in that order, any strides.
+    """Into values [..., tokens, Dv] with P*16*Dv elements in that order, any strides.
 
     Butterflies on the integers q - z (at most 15 * 1024, so int16 is exact), signs, then one fp32 product with the
     token's factor fl(s / sqrt(size)).
@@ -145,11 +145,10 @@ def decode_values(records: torch.Tensor, values: torch.Tensor, layout: RecordLay
     decoded.mul_(factors)
     if values.dtype == torch.float16:
         decoded.clamp_(-_FP16_MAX, _FP16_MAX)
-    ordered = decoded.transpose(0, 1)  # [P, 2, 8, Dv]
-    if values.ndim == 3:
-        values.view(count, 2, 8, dim).copy_(ordered)
-    else:
-        values.copy_(ordered.reshape(values.shape))
+    lead = values.shape[:-2]
+    runs = values.shape[-2] // RUN_TOKENS
+    ordered = decoded.view(2, *lead, runs, 8, dim).movedim(0, len(lead) + 1)
+    values.view(*lead, runs, 2, 8, dim).copy_(ordered)
 
 
 def validate_values(records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:

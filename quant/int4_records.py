@@ -6,6 +6,7 @@ A record is 16 tokens of one KV head of one layer; P records make a batch. Pure 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -27,6 +28,7 @@ from quant.record_layout import RUN_TOKENS, RecordLayout, record_layout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PIECE_ELEMENTS = 1 << 18  # of K or V
+Decoded: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +130,21 @@ def decode_records_into(
 
 
 def _decode(
-    records: torch.Tensor, dims: tuple[int, int], dtype: torch.dtype, bits: tuple[int, int], rotated: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    records: torch.Tensor, dims: tuple[int, int], dtype: torch.dtype, bits: tuple[int, int], out: Decoded | None
+) -> tuple[RecordLayout, torch.Tensor, torch.Tensor | None]:
+    """Checked arguments: the layout, and where keys and values go."""
     layout = _layout_of(records, dims, bits)
     if dtype not in _DTYPES:
         raise CodecError(f"int4 decodes to bfloat16, float16 or float32, not {dtype}")
-    count = records.shape[0]
-    keys = torch.empty((count, RUN_TOKENS, dims[0]), dtype=dtype, device=records.device)
-    values = torch.empty((count, RUN_TOKENS, dims[1]), dtype=dtype, device=records.device) if dims[1] else None
-    for part in _pieces(count, dims):
-        decode_keys(records[part], keys[part], layout)
-        if values is not None:
-            (decode_values_rotated if rotated else decode_values)(records[part], values[part], layout)
-    return keys, values
+    shapes = [(records.shape[0], RUN_TOKENS, dim) for dim in dims]
+    if out is None:
+        made = [torch.empty(shape, dtype=dtype, device=records.device) for shape in shapes]
+        return layout, made[0], made[1] if dims[1] else None
+    for tensor, shape in zip(out, shapes if dims[1] else shapes[:1], strict=False):
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != records.device:
+            given = None if tensor is None else f"{list(tensor.shape)} {tensor.dtype} {tensor.device}"
+            raise CodecError(f"out must hold {list(shape)} {dtype} on {records.device}, got {given}")
+    return layout, out[0], out[1] if dims[1] else None
 
 
 def decode_records(
@@ -151,12 +155,18 @@ def decode_records(
     *,
     key_bits: int = 4,
     value_bits: int = 4,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: Decoded | None = None,
+) -> Decoded:
     """records uint8 [P, record_bytes] -> (keys [P, 16, Dk], values [P, 16, Dv] or None) in `dtype`.
 
+    `out`: tensors to fill and return instead of fresh ones (which cost more than the decoding, in page faults).
     Raises CodecError for shapes and dtypes; any bytes decode (see validate_records).
     """
-    return _decode(records, (key_dim, value_dim), dtype, (key_bits, value_bits), rotated=False)
+    dims = (key_dim, value_dim)
+    layout, keys, values = _decode(records, dims, dtype, (key_bits, value_bits), out)
+    for part in _pieces(records.shape[0], dims):
+        decode_records_into(records[part], keys[part], None if values is None else values[part], layout)
+    return keys, values
 
 
 def decode_records_rotated(
@@ -167,9 +177,16 @@ def decode_records_rotated(
     *,
     key_bits: int = 4,
     value_bits: int = 4,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: Decoded | None = None,
+) -> Decoded:
     """As decode_records, but values stay rotated: sum softmax weights times them, then `rotate_back` once per head."""
-    return _decode(records, (key_dim, value_dim), dtype, (key_bits, value_bits), rotated=True)
+    dims = (key_dim, value_dim)
+    layout, keys, values = _decode(records, dims, dtype, (key_bits, value_bits), out)
+    for part in _pieces(records.shape[0], dims):
+        decode_keys(records[part], keys[part], layout)
+        if values is not None:
+            decode_values_rotated(records[part], values[part], layout)
+    return keys, values
 
 
 def unpack_records(
@@ -177,13 +194,16 @@ def unpack_records(
 ) -> RecordParts:
     """Codes, scales and zero points, for attention that folds K's scales into the query."""
     layout = _layout_of(records, (key_dim, value_dim), (key_bits, value_bits))
-    shape = (records.shape[0], RUN_TOKENS)
-    codes = unpack_keys(records, torch.empty((*shape, key_dim), dtype=torch.uint8, device=records.device), layout)
-    scales, zeros = key_scales(records, layout)
+    count, device = records.shape[0], records.device
+    keys = torch.empty((count, RUN_TOKENS, key_dim), dtype=torch.uint8, device=device)
+    values = torch.empty((count, RUN_TOKENS, value_dim), dtype=torch.uint8, device=device)
+    for part in _pieces(count, (key_dim, value_dim)):
+        unpack_keys(records[part], keys[part], layout)
+        if value_dim:
+            unpack_values(records[part], values[part], layout)
     if not value_dim:
-        return RecordParts(codes, scales, zeros, None, None, None)
-    values = torch.empty((*shape, value_dim), dtype=torch.uint8, device=records.device)
-    return RecordParts(codes, scales, zeros, unpack_values(records, values, layout), *value_scales(records, layout))
+        return RecordParts(keys, *key_scales(records, layout), None, None, None)
+    return RecordParts(keys, *key_scales(records, layout), values, *value_scales(records, layout))
 
 
 def validate_records(

@@ -167,15 +167,18 @@ class RecordCodec(ABC):
 
     def encode_into(self, keys: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor) -> None:
         """Encode [..., L, H, T, dim] into out [..., encoded_bytes]. Raises CodecError, BlockTooLossy."""
-        batch = keys.ndim - 4
-        shape = shape_of(keys, values, batch_dims=max(0, batch))
+        batch = max(0, keys.ndim - 4)
+        shape = shape_of(keys, values, batch)
         check_out(out, (*keys.shape[:batch], self.encoded_bytes(shape, keys.dtype)), keys.device)
-        flat_keys = keys.reshape(-1, *shape.keys_shape)
-        flat_values = values.reshape(-1, *shape.values_shape) if values is not None and shape.value_dim else None
-        flat_out = out.view(-1, out.shape[-1]) if batch != 1 else out
-        accepted = self.encode_batch(flat_keys, flat_values, flat_out)
+        if batch == 0:
+            keys, values, out = keys[None], None if values is None else values[None], out[None]
+        if batch > 1:
+            for index in range(keys.shape[0]):
+                self.encode_into(keys[index], None if values is None else values[index], out[index])
+            return
+        accepted = self.encode_batch(keys, values, out)
         if not bool(accepted.all()):
-            raise self._too_lossy(flat_keys, flat_values, accepted)
+            raise self._too_lossy(keys, values if shape.value_dim else None, accepted)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor | None) -> bytes:
         """Payload of one block. Raises CodecError, BlockTooLossy."""
@@ -209,17 +212,22 @@ class RecordCodec(ABC):
     def _measure(
         self, tensors: list[torch.Tensor], bits: tuple[int, int], runs: int
     ) -> list[tuple[int, tuple[str, float, float]]]:
-        """(head index, (part, relative error, bound)) of each head part with a refused record."""
-        bounds = self._bounds(bits)
+        """(head index, (part, relative error, bound)) of each part to blame, for heads with a refused record."""
+        keys, values = tensors[0], tensors[1] if len(tensors) > 1 else None
+        size = self.record_bytes(keys.shape[-1], 0 if values is None else values.shape[-1], bits)
+        records = torch.empty((keys.shape[0], size), dtype=torch.uint8, device=keys.device)
+        good = self._encode_piece(keys, values, records, bits).view(-1, runs).all(1)
         decoded = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-        size = self.record_bytes(tensors[0].shape[-1], tensors[1].shape[-1] if len(tensors) > 1 else 0, bits)
-        records = torch.empty((tensors[0].shape[0], size), dtype=torch.uint8, device=tensors[0].device)
-        self._encode_piece(tensors[0], tensors[1] if len(tensors) > 1 else None, records, bits)
         self._decode_piece(records, decoded[0], decoded[1] if len(decoded) > 1 else None, bits)
+        worst = [relative_rms(a, b).view(-1, runs).amax(1).tolist() for a, b in zip(tensors, decoded, strict=True)]
         found = []
-        for part, bound, tensor, other in zip(("keys", "values"), bounds, tensors, decoded, strict=False):
-            worst = relative_rms(tensor, other).view(-1, runs).amax(1).tolist()
-            found += [(index, (part, error, bound)) for index, error in enumerate(worst) if error > bound * 0.9999]
+        for head in (~good).nonzero().flatten().tolist():
+            parts = [
+                (part, errors[head], bound)
+                for part, errors, bound in zip(("keys", "values"), worst, self._bounds(bits), strict=False)
+            ]
+            over = [part for part in parts if part[1] > part[2]]
+            found += [(head, part) for part in over or [max(parts, key=lambda part: part[1] / part[2])]]
         return found
 
     def _bounds(self, bits: tuple[int, int]) -> tuple[float, float]:
@@ -230,15 +238,15 @@ class RecordCodec(ABC):
 
     def decode_into(self, payload: Payload, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         """Decode payload [..., encoded_bytes] into keys [..., L, H, T, Dk] and values. Raises CodecError."""
-        batch = keys.ndim - 4
-        shape = shape_of(keys, values, batch_dims=max(0, batch))
-        lead = keys.shape[:batch]
-        source = as_payload(payload, (*lead, self.encoded_bytes(shape, keys.dtype)), keys.device)
-        if batch != 1:
-            count = lead.numel() if batch else 1
-            source = source.reshape(count, source.shape[-1])
-            keys = keys.view(count, *shape.keys_shape)
-            values = values.view(count, *shape.values_shape) if values is not None and shape.value_dim else None
+        batch = max(0, keys.ndim - 4)
+        shape = shape_of(keys, values, batch)
+        source = as_payload(payload, (*keys.shape[:batch], self.encoded_bytes(shape, keys.dtype)), keys.device)
+        if batch == 0:
+            source, keys, values = source[None], keys[None], None if values is None else values[None]
+        if batch > 1:
+            for index in range(keys.shape[0]):
+                self.decode_into(source[index], keys[index], None if values is None else values[index])
+            return
         runs = shape.block_tokens // RUN_TOKENS
         for blocks, layers, run in self._pieces(shape, keys.shape[0]):
             records = self._records_view(source, blocks, layers, run, runs).reshape(-1, run.record_bytes)

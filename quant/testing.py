@@ -188,6 +188,20 @@ class CodecContract:
                 assert bits_equal(keys[block], expected[0])
                 assert bits_equal(None if values is None else values[block], expected[1])
 
+    def test_batch_dims_need_not_be_contiguous(self) -> None:
+        codec = self.make_codec()
+        for shape, dtype in self._cases()[:2]:
+            keys, values = random_block(shape, dtype, 10, (2, 3))
+            size = codec.encoded_bytes(shape, dtype)
+            out = torch.zeros((3, 2, size), dtype=torch.uint8).transpose(0, 1)
+            codec.encode_into(keys, values, out)
+            got = [None if t is None else torch.zeros_like(t.transpose(0, 1)).transpose(0, 1) for t in (keys, values)]
+            assert got[0] is not None
+            codec.decode_into(out, got[0], got[1])
+            one = codec.decode(out[1, 2], shape, dtype)
+            assert bits_equal(got[0][1, 2], one[0])
+            assert bits_equal(None if got[1] is None else got[1][1, 2], one[1])
+
     def test_empty_batch(self) -> None:
         codec = self.make_codec()
         shape, dtype = self._cases()[0]

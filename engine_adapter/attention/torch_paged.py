@@ -39,10 +39,15 @@ class _Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A prefill piece ready for any layer. mask: bool[row_count, key_count], None where causal order is enough."""
+    """A prefill piece ready for any layer.
+
+    mask: bool[row_count, key_count], None where causal order is enough. full: the rows of its blocks when all of them
+    are full, else None.
+    """
 
     piece: PrefillPiece
     mask: torch.Tensor | None
+    full: RowIndex | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class TorchPagedAttention:
         return TorchPlan(
             cache=cache,
             group=group,
-            pieces=tuple(_ready_piece(piece, found.window_tokens, cache.device) for piece in planned.pieces),
+            pieces=tuple(_ready_piece(piece, cache, group) for piece in planned.pieces),
             buckets=tuple(
                 _ready_bucket(bucket, cache, group, found.window_tokens, block_tokens) for bucket in planned.buckets
             ),
@@ -135,15 +140,19 @@ def _value_dim(values: torch.Tensor | None, settings: AttentionSettings) -> int:
 # ---- planning
 
 
-def _ready_piece(piece: PrefillPiece, window_tokens: int | None, device: torch.device) -> _Piece:
+def _ready_piece(piece: PrefillPiece, cache: PagedCache, group: int) -> _Piece:
+    window_tokens, device = cache.geometry.groups[group].window_tokens, cache.device
+    full = None
+    if piece.fresh_row is None and not (piece.entries & 1).any():
+        full = cache.full_index(group, cache.tensor(piece.entries[None] >> 1))
     if window_tokens is None and piece.row_count == piece.key_count:
-        return _Piece(piece, None)
+        return _Piece(piece, None, full)
     queries = torch.arange(piece.first_position, piece.first_position + piece.row_count, device=device)[:, None]
     keys = torch.arange(piece.key_start, piece.key_start + piece.key_count, device=device)[None, :]
     mask = keys <= queries
     if window_tokens is not None:
         mask &= keys > queries - window_tokens
-    return _Piece(piece, mask)
+    return _Piece(piece, mask, full)
 
 
 def _ready_bucket(
@@ -188,7 +197,7 @@ def _attend_piece(
 ) -> torch.Tensor:
     """Tensor[row_count, query_heads, value_dim]."""
     piece = ready.piece
-    keys, values = _piece_keys(plan, piece, layer, tokens)
+    keys, values = _piece_keys(plan, ready, layer, tokens)
     if settings.latent_value_dim is not None:
         values = keys[..., : settings.latent_value_dim]
     kv_heads, count = keys.shape[0], piece.row_count
@@ -210,14 +219,20 @@ def _attend_piece(
     return found.flatten(0, 1).transpose(0, 1)
 
 
-def _piece_keys(plan: TorchPlan, piece: PrefillPiece, layer: int, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def _piece_keys(plan: TorchPlan, ready: _Piece, layer: int, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """K Tensor[kv_heads, key_count, key_dim] and V that the piece sees, in query's dtype."""
+    piece = ready.piece
     if piece.fresh_row is not None:
         span = slice(piece.fresh_row, piece.fresh_row + piece.key_count)
         keys = tokens.keys[span].transpose(0, 1)
         return keys, keys if tokens.values is None else tokens.values[span].transpose(0, 1)
+    if ready.full is not None:
+        all_keys, all_values = plan.cache.read_full(layer, ready.full, (1, len(piece.entries)))
+        keys, values = all_keys[0], all_values[0]
+    else:
+        keys, values = plan.cache.gather(layer, piece.entries)
+    # Cut, not masked: what lies beyond the last written token may be NaN.
     dtype = tokens.query.dtype
-    keys, values = plan.cache.gather(layer, piece.entries)
     return keys[:, : piece.key_count].to(dtype), values[:, : piece.key_count].to(dtype)
 
 

@@ -212,10 +212,9 @@ class TransferContract:
             first = tier.submit_put([PutItem(key_of(1), [payload_of(key_of(1), self.payload_bytes)], None)])
             second = tier.submit_get([GetItem(key_of(1), bytearray(self.payload_bytes))])
             assert tier.poll() == []
-            assert not first.done
+            assert [first.done, second.done] == [False, False]
             executor.run_all()
-            assert first.done
-            assert second.done
+            assert [first.done, second.done] == [True, True]
             done = self.wait(tier, 2)
             assert {completion.transfer for completion in done} == {first, second}
             assert tier.poll() == []

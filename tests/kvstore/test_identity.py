@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from itertools import combinations
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -397,7 +399,7 @@ print(root.hex(), HashChain(root, 16).extend(list(range(64)))[-1].hex())
 """
 
 
-def test_case_042_and_083_processes_agree_whatever_their_hash_seed() -> None:
+def test_case_042_processes_agree_whatever_their_hash_seed() -> None:
     answers = set()
     for seed in (None, "0", "random", "12345"):
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
@@ -410,6 +412,31 @@ def test_case_042_and_083_processes_agree_whatever_their_hash_seed() -> None:
         answers.add(run.stdout)
     assert len(answers) == 1
     assert len(answers.pop().split()) == 2
+
+
+def _stored_by_worker(rank: int, pipe: Connection) -> None:
+    """A worker of one rank: names what it would store for a prompt."""
+    root = identity(adapter=("a", 1, "X"), tenant="t").root()
+    pipe.send({(rank, hash) for hash in HashChain(root, 16).extend(list(range(70)))})
+    pipe.close()
+
+
+def test_case_083_a_lookup_process_finds_what_spawned_workers_store() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes, workers = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=_stored_by_worker, args=(rank, theirs))
+        worker.start()
+        theirs.close()
+        pipes.append(ours)
+        workers.append(worker)
+    stored = set().union(*(pipe.recv() for pipe in pipes))
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    wanted = HashChain(identity(adapter=("a", 1, "X"), tenant="t").root(), 16).extend(list(range(70)))
+    assert [sum((rank, hash) in stored for hash in wanted) for rank in range(2)] == [4, 4]
 
 
 def test_hashing_is_linear_and_quick() -> None:

@@ -35,6 +35,9 @@ def test_preempted_blocks_come_back_from_the_host(make_store: Callable[..., KVSt
     while store.metrics.get("spilled_blocks", tier="host") < 10:
         store.wait(1.0)
         store.step()
+    while store._parts.upkeep.mover.in_flight_blocks:
+        store.wait(1.0)
+        store.step()
     run_prompt(store, "filler", list(range(4000, 4000 + 11 * B)))
     store.finish("filler")
     assert store.lookup(prompt).by_tier.get("host", 0) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from quant import (
 )
 from quant.codec import _registered
 from quant.error_bound import relative_rms
-from quant.int4_records import decode_records, encode_records, encode_records_checked
+from quant.int4_records import decode_records, decode_records_rotated, encode_records, encode_records_checked
 from quant.record_layout import record_layout
 from quant.rotation import sign_list
 from quant.testing import random_block
@@ -206,6 +207,42 @@ def test_the_bound_is_per_head_not_per_block() -> None:
     values[7] = torch.tensor(butterflies(rotated, rounded=False)) * torch.tensor(sign_list(64))
     _, accepted = encode_records_checked(keys, values)
     assert accepted.tolist() == [index != 7 for index in range(32)]
+
+
+def test_decoding_into_given_tensors() -> None:
+    records = encode_records(torch.randn(5, 16, 64), torch.randn(5, 16, 80))
+    for decode in (decode_records, decode_records_rotated):
+        fresh = decode(records, 64, 80, torch.bfloat16)
+        given = torch.zeros(5, 16, 64).bfloat16(), torch.zeros(5, 16, 160).bfloat16()[..., :80]
+        filled = decode(records, 64, 80, torch.bfloat16, out=given)
+        assert filled[0] is given[0]
+        assert filled[1] is given[1]
+        assert fresh[1] is not None
+        assert torch.equal(filled[0], fresh[0])
+        assert torch.equal(filled[1], fresh[1])
+        with pytest.raises(CodecError, match="out must hold"):
+            decode(records, 64, 80, torch.float32, out=given)
+        with pytest.raises(CodecError, match="out must hold"):
+            decode(records, 64, 80, torch.bfloat16, out=(given[0], None))
+
+
+def test_record_functions_check_their_input() -> None:
+    keys, values = torch.randn(2, 16, 64), torch.randn(2, 16, 64)
+    records = encode_records(keys, values)
+    bad_calls: list[Callable[[], object]] = [
+        lambda: encode_records(keys[:, :8], values),
+        lambda: encode_records(keys, values[:1]),
+        lambda: encode_records(keys.double(), values.double()),
+        lambda: encode_records(keys[..., :60], values),
+        lambda: decode_records(records[:, :-64], 64, 64),
+        lambda: decode_records(records, 64, 128),
+        lambda: decode_records(records, 64, 64, key_bits=5),
+        lambda: decode_records(records.to(torch.int8), 64, 64),
+        lambda: decode_records(records, 64, 64, torch.float64),
+    ]
+    for call in bad_calls:
+        with pytest.raises(CodecError):
+            call()
 
 
 def test_raw_refuses_another_dtype() -> None:

@@ -103,11 +103,10 @@ def test_accepted_records_are_within_the_bound(value_bits: int, data: st.DataObj
     """Measured in float64 against the originals, K and V apart; slack for the integer tally's 1/64 steps."""
     dim, bound = data.draw(DIMS), data.draw(st.sampled_from([0.05, 0.1, 0.15, 0.3]))
     keys, values = torch.tensor([data.draw(rows(dim))]), torch.tensor([data.draw(rows(dim))])
-    options = {"value_bits": value_bits}
-    records, accepted = encode_records_checked(keys, values, **options, error_bound=bound)
+    records, accepted = encode_records_checked(keys, values, value_bits=value_bits, error_bound=bound)
     if not accepted.all() or float(keys.abs().max()) < 1e-24 or float(values.abs().max()) < 1e-24:
         return
-    got = decode_records(records, dim, dim, torch.float32, **options)
+    got = decode_records(records, dim, dim, torch.float32, value_bits=value_bits)
     for original, decoded, limit in zip(
         (keys, values), got, (bound, bound * (15 / 7 if value_bits == 3 else 1)), strict=True
     ):

@@ -39,9 +39,10 @@ GROUPS = range(len(WINDOWS))
 
 pick = st.integers(min_value=0, max_value=1_000_000)
 SEQUENCES_MAX = 5
+HOLDS_MAX = 4
 _TRAFFIC = ("admit",) * 5 + ("extend",) * 4 + ("finish", "rollback", "window", "fork") * 2
 _PRESSURE = ("cool",) * 9 + ("end_cool", "compact") * 2 + ("end_move", "evict", "touch", "room")
-_HOLDS = ("pin", "unpin", "begin", "end", "exact", "drop", "misuse")
+_HOLDS = ("pin", "unpin", "begin", "end", "exact", "exact", "drop", "misuse", "abort")
 
 keep_back = st.sampled_from((0, 0, 1, 2, 9))
 tokens = st.lists(st.integers(min_value=1, max_value=2), min_size=3, max_size=12)
@@ -93,6 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pinned: list[Held] = []
         self.transfers: list[Held] = []
         self.exact: list[BlockTable] = []
+        self.named: dict[bytes, list[int]] = {}
         self.evicted: list[tuple[int, bytes]] = []
 
     def note_eviction(self, group: int, ids: list[int], hashes: list[bytes], computed: list[bool], form: int) -> None:
@@ -116,6 +118,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.rollback(sequence, len(token_ids))
         elif kind == "window":
             sequence.tables[1].drop_window(min(sequence.committed, sequence.sealed[1] * BLOCK_TOKENS))
+            if exact:
+                self.rollback(sequence, len(token_ids))
         elif kind == "fork" and len(self.sequences) < SEQUENCES_MAX:
             self.fork(sequence)
         elif kind == "finish":
@@ -148,16 +152,18 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(_HOLDS), which=pick, where=pick)
     def hold(self, kind: str, which: int, where: int) -> None:
-        if kind == "pin" and len(self.pinned) < 3:
+        if kind == "pin" and len(self.pinned) < HOLDS_MAX:
             self.pin(which)
         elif kind == "unpin" and self.pinned:
             self.pool.unpin([self.pinned.pop(which % len(self.pinned)).block_id])
-        elif kind == "begin" and len(self.transfers) < 3:
+        elif kind == "begin" and len(self.transfers) < HOLDS_MAX:
             self.begin_transfer(which)
         elif kind == "end" and self.transfers:
             self.pool.end_transfer([self.transfers.pop(which % len(self.transfers)).block_id])
-        elif kind == "exact" and self.sequences and len(self.exact) < 3:
+        elif kind == "exact" and len(self.exact) < 3:
             self.hold_exact(which, where)
+        elif kind == "abort" and self.sequences:
+            self.abort(which)
         elif kind == "drop" and self.exact:
             reader = self.exact.pop(which % len(self.exact))
             self.pool.drop_exact(reader.ids())
@@ -272,6 +278,8 @@ class PoolMachine(RuleBasedStateMachine):
         """Seals the full blocks of all but the last `keep` tokens, as one run where that can be."""
         sequence.committed = max(sequence.committed, len(sequence.tokens) - keep)
         hashes = chain(sequence.tokens[: sequence.committed])
+        for position, block_hash in enumerate(hashes):
+            self.named[block_hash] = sequence.tokens[position * BLOCK_TOKENS : (position + 1) * BLOCK_TOKENS]
         evictions = self.pool.evicted_count
         for group, table in enumerate(sequence.tables):
             first = max(sequence.sealed[group], table.first_live)
@@ -413,16 +421,30 @@ class PoolMachine(RuleBasedStateMachine):
         self.transfers.append(held)
 
     def hold_exact(self, which: int, where: int) -> None:
-        """A reader that demands full precision: one more reference, in a table of its own."""
-        ids = [int(i) for i in self.sequences[which % len(self.sequences)].tables[0].ids() if i >= 0]
-        block_id = ids[where % len(ids)] if ids else -1
-        if block_id < 0 or self.pool.form_of(block_id) != FULL:
+        """A reader that demands full precision: one more reference, in a table of its own. Cooling blocks first."""
+        ids = [block_id for block_id, _ in self.cooling if self.pool.group_of(block_id) == 0]
+        if not ids and self.sequences:
+            ids = [i for i in self.sequences[which % len(self.sequences)].tables[0].ids().tolist() if i >= 0]
+        ids = [i for i in ids if self.pool.form_of(i) == FULL and self.pool.state_of(i) is not BlockState.FENCED]
+        if not ids:
             return
+        block_id = ids[where % len(ids)]
         self.pool.share([block_id])
         self.pool.hold_exact([block_id])
         reader = BlockTable(self.pool, 0, BLOCK_TOKENS)
         reader.append([block_id])
         self.exact.append(reader)
+
+    def abort(self, which: int) -> None:
+        """A sequence goes while its last block is under transfer; the transfer ends some time later."""
+        sequence = self.sequences.pop(which % len(self.sequences))
+        block_id = sequence.tables[0].id_at(len(sequence.tables[0]) - 1) if len(sequence.tables[0]) else -1
+        if block_id >= 0 and not self.pool.is_changing(block_id) and len(self.transfers) < HOLDS_MAX:
+            place = self.place_of(block_id)
+            self.pool.begin_transfer([block_id])
+            self.transfers.append(Held(block_id, place, self.content(place), sealed=True))
+        for table in sequence.tables:
+            table.release()
 
     # -- eviction -------------------------------------------------------------------------------------------------
 
@@ -483,7 +505,9 @@ class PoolMachine(RuleBasedStateMachine):
         for group in GROUPS:
             index = self.pool.index(group)
             for names, exact in ((index.exact, True), (index.lossy, False)):
-                for block_id in names.values():
+                for block_hash, block_id in names.items():
+                    found = [mark & ~LOSSY for mark in self.content(self.place_of(block_id))]
+                    assert found == self.named[block_hash], f"block {block_id} was written after it was sealed"
                     assert self.pool.reads_exact(block_id) == exact
                     assert not (exact and any(mark & LOSSY for mark in self.content(self.place_of(block_id))))
 

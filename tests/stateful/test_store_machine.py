@@ -1,0 +1,139 @@
+"""Run the store machine, and prove that it bites: each planted bug must make it fail.
+
+HYPOTHESIS_PROFILE=nightly runs 10,000 x 100.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from allocator import BlockTable
+from kvstore.upkeep import Upkeep
+from tests.stateful.store_machine import StoreMachine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore import KVStore
+    from kvstore.sequence import Sequence
+
+_NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+_COMMON: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": not _NIGHTLY,
+    "database": None,
+}
+USUAL = settings(max_examples=10_000 if _NIGHTLY else 300, stateful_step_count=100 if _NIGHTLY else 40, **_COMMON)
+HUNT = settings(
+    max_examples=300, stateful_step_count=40, phases=[Phase.generate], report_multiple_bugs=False, **_COMMON
+)
+
+
+def test_store_machine() -> None:
+    run_state_machine_as_test(StoreMachine, settings=USUAL)  # type: ignore[no-untyped-call]
+
+
+def cold_reads_not_noted(store: KVStore) -> None:
+    store._growth._note_cold_reads = lambda sequence: None  # type: ignore[method-assign]
+
+
+def spill_without_fence(store: KVStore) -> None:
+    pool, end = store.pool, store.pool.end_transfer
+    pool.begin_transfer = lambda ids: None  # type: ignore[method-assign]
+    pool.end_transfer = lambda ids: end([one for one in ids if pool.in_flight(one)])  # type: ignore[method-assign]
+
+
+def failed_copies_taken_as_good(store: KVStore) -> None:
+    settle = store._admitter.settle
+
+    def trusting(sequence: Sequence) -> int:
+        for copy in sequence.pending:
+            copy.outcome = True
+        return settle(sequence)
+
+    store._admitter.settle = trusting  # type: ignore[method-assign]
+
+
+def targets_shifted(store: KVStore) -> None:
+    start = store._upkeep.mover.start_fetch
+
+    def shifted(tier: Any, copies: list[Any], on_done: Any, now: float) -> None:
+        if len({copy.form for copy in copies}) == 1:
+            for copy, key in zip(copies, [copy.key for copy in copies][::-1], strict=True):
+                copy.key = key
+        start(tier, copies, on_done, now)
+
+    store._upkeep.mover.start_fetch = shifted  # type: ignore[method-assign]
+
+
+def copy_on_write_skipped(store: KVStore) -> None:
+    original = BlockTable.tail_is_shared
+    BlockTable.tail_is_shared = lambda self: False  # type: ignore[method-assign]
+    _UNDO.append(lambda: setattr(BlockTable, "tail_is_shared", original))
+
+
+def exactness_not_demanded(store: KVStore) -> None:
+    find = store._admitter.find
+    store._admitter.find = lambda root, hashes, exact: find(root, hashes, False)  # type: ignore[method-assign]
+
+
+def exact_readers_not_held(store: KVStore) -> None:
+    store.pool.hold_exact = lambda ids: None  # type: ignore[method-assign]
+    store.pool.drop_exact = lambda ids: None  # type: ignore[method-assign]
+    original = Upkeep.enqueue_cool
+    if original.__name__ != "regardless":
+
+        def regardless(self: Upkeep, sequence: Sequence) -> None:
+            exact, sequence.exact = sequence.exact, False
+            original(self, sequence)
+            sequence.exact = exact
+
+        Upkeep.enqueue_cool = regardless  # type: ignore[method-assign]
+        _UNDO.append(lambda: setattr(Upkeep, "enqueue_cool", original))
+
+
+def abort_while_loading_leaks(store: KVStore) -> None:
+    release = store._release
+
+    def leaky(sequence: Sequence) -> None:
+        if sequence.pending:
+            del store._sequences[sequence.sequence_id]
+        else:
+            release(sequence)
+
+    store._release = leaky  # type: ignore[method-assign]
+
+
+_UNDO: list[Callable[[], None]] = []
+BUGS = [
+    cold_reads_not_noted,
+    spill_without_fence,
+    failed_copies_taken_as_good,
+    targets_shifted,
+    copy_on_write_skipped,
+    exactness_not_demanded,
+    exact_readers_not_held,
+    abort_while_loading_leaks,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_found(bug: Callable[[KVStore], None]) -> None:
+    class Planted(StoreMachine):
+        def build(self, codec: str, seed: int, rate: float) -> KVStore:
+            store = super().build(codec, seed, rate)
+            bug(store)
+            return store
+
+    try:
+        with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever the damage looks like, it must show
+            run_state_machine_as_test(Planted, settings=HUNT)  # type: ignore[no-untyped-call]
+    finally:
+        while _UNDO:
+            _UNDO.pop()()
