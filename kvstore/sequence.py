@@ -121,6 +121,7 @@ class Sequence:
     reused_tokens: int = 0
     pending: list[PendingCopy] = field(default_factory=list)
     private_from: int | None = None  # first token position whose blocks must not be named
+    held_tails: dict[int, int] = field(default_factory=dict)  # group -> partly filled sealed block kept from cooling
 
     def is_exact_up_to(self, token_count: int) -> bool:
         """True when the first `token_count` tokens were computed, or taken over, in full precision only."""

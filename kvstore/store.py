@@ -384,6 +384,7 @@ class KVStore:
             if parent.exact:
                 for table in tables:
                     self.pool.hold_exact(table.ids())
+            self._growth.hold_tails(self._sequences[child_id])
 
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
@@ -408,6 +409,7 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
+        self._growth.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:
                 self.pool.drop_exact(table.ids())
