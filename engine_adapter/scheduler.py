@@ -363,7 +363,7 @@ class Scheduler:
             except CapacityError as error:
                 alone = len(self.running) + len(self.loading) == 1
                 newest = max([*self.running, *self.loading], key=_rank)
-                if error.transient and (alone or stream.stalled_steps < _PATIENT_STEPS):
+                if error.transient and (stream.stalled_steps < _PATIENT_STEPS or (alone and count == 1)):
                     stream.stalled_steps += 1
                     return 0
                 if newest is not stream:
