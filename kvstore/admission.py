@@ -88,7 +88,8 @@ class Admitter:
     def build_tables(self, sequence: Sequence, plan: HitPlan, needed_tokens: int) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
 
-        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit.
+        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit;
+        `transient` when transfers in flight may free memory.
         """
         pool = self._pool
         shared: list[list[int]] = []

@@ -6,6 +6,7 @@ import pytest
 
 from engine_adapter.request import Request
 from engine_adapter.scheduler import Phase
+from kvstore.testing import SteppedExecutor
 from tests.engine_adapter.loop_kit import FAMILIES, Kit, KitMaker, prompt
 
 
@@ -114,3 +115,23 @@ def test_int4_cooling_accounts_for_every_block(make_kit: KitMaker) -> None:
     results = kit.drive(*asked)
     assert all(len(results[request.request_id].token_ids) == 60 for request in asked)
     kit.nothing_left()
+
+
+def test_a_prompt_waits_for_memory_that_cooling_holds(make_kit: KitMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in flight cannot be evicted, so an admission with nothing else running must wait for them, not fail."""
+    executors: list[SteppedExecutor] = []
+
+    def make_executor(_kind: str) -> SteppedExecutor:
+        executors.append(SteppedExecutor())
+        return executors[-1]
+
+    monkeypatch.setattr("kvstore.assembly.make_executor", make_executor)
+    kit = make_kit("full", 16, blocks=40, codec="int4", residual_tokens=16, loop={"step_tokens": 64})
+    kit.drive(Request("first", prompt(1, 400), 24))
+    assert sum(executor.waiting_count for executor in executors) > 0, "nothing is in flight; the test proves nothing"
+    kit.loop.submit(Request("second", prompt(2, 560), 2))
+    for _ in range(5):
+        assert kit.step().idle
+    for executor in executors:
+        executor.run_all()
+    assert kit.drive()["second"].error is None

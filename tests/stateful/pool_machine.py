@@ -41,7 +41,7 @@ pick = st.integers(min_value=0, max_value=1_000_000)
 SEQUENCES_MAX = 5
 HOLDS_MAX = 4
 _TRAFFIC = ("admit",) * 5 + ("extend",) * 4 + ("finish", "rollback", "window", "fork") * 2
-_PRESSURE = ("cool",) * 9 + ("end_cool", "compact") * 2 + ("end_move", "evict", "touch", "room")
+_PRESSURE = ("cool",) * 9 + ("end_cool", "compact") * 3 + ("end_move", "evict", "touch", "room")
 _HOLDS = ("pin", "unpin", "begin", "end", "exact", "exact", "drop", "misuse", "abort")
 
 keep_back = st.sampled_from((0, 0, 1, 2, 9))
@@ -345,7 +345,10 @@ class PoolMachine(RuleBasedStateMachine):
         return np.flatnonzero(np.isin(words, states)).tolist()
 
     def begin_cool(self, which: int, end: str) -> None:
-        candidates = self.blocks(BlockState.SEALED, BlockState.IDLE)
+        candidates = self.blocks(BlockState.SEALED) if which % 4 else []  # what sequences read, more often than not
+        candidates = [i for i in candidates if self.pool.form_of(i) == FULL] or self.blocks(
+            BlockState.SEALED, BlockState.IDLE
+        )
         if not candidates:
             return
         block_id = candidates[which % len(candidates)]
@@ -434,6 +437,9 @@ class PoolMachine(RuleBasedStateMachine):
         reader = BlockTable(self.pool, 0, BLOCK_TOKENS)
         reader.append([block_id])
         self.exact.append(reader)
+        cooling = [place for place, (cooled, _) in enumerate(self.cooling) if cooled == block_id]
+        if cooling and where % 2:
+            self.end_one_cool(cooling[0], cancel=False)
 
     def abort(self, which: int) -> None:
         """A sequence goes while its last block is under transfer; the transfer ends some time later."""
@@ -442,7 +448,8 @@ class PoolMachine(RuleBasedStateMachine):
         if block_id >= 0 and not self.pool.is_changing(block_id) and len(self.transfers) < HOLDS_MAX:
             place = self.place_of(block_id)
             self.pool.begin_transfer([block_id])
-            self.transfers.append(Held(block_id, place, self.content(place), sealed=True))
+            nobody_writes = self.pool.state_of(block_id) is not BlockState.OPEN or self.pool.ref_count(block_id) == 1
+            self.transfers.append(Held(block_id, place, self.content(place), sealed=nobody_writes))
         for table in sequence.tables:
             table.release()
 
