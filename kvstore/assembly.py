@@ -78,7 +78,16 @@ def assemble(
     executor = make_executor(config.io_threads)
     costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
     residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
-    mover = Mover(pool, device, executor, metrics, costs, spill_inflight_limit=config.spill_queue_blocks, waker=waker)
+    mover = Mover(
+        pool,
+        device,
+        executor,
+        metrics,
+        costs,
+        cool_queue_limit=config.cool_queue_blocks,
+        spill_inflight_limit=config.spill_queue_blocks,
+        waker=waker,
+    )
     upkeep = Upkeep(geometry, pool, device, residency, mover, tuple(tiers), config, sequences, cools=codec is not None)
 
     def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
+from kvstore.arguments import length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -160,7 +161,7 @@ class Growth:
     # -- commit -------------------------------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        count = len(token_ids)
+        count = length(token_ids)
         start = sequence.committed
         if start + count > sequence.written:
             raise self._beyond_written(sequence, count)

@@ -8,7 +8,7 @@ series. Any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -50,7 +50,7 @@ _SERIES = {
     # transfers
     "transfers": _Series("counter", "Transfers ended", ("tier", "kind", "result")),
     "transfer_bytes": _Series("counter", "Bytes moved", ("tier", "kind")),
-    "transfer_seconds": _Series("counter", "Time spent moving, as seen by step()", ("tier", "kind")),
+    "transfer_seconds": _Series("counter", "Time from request to end of copies up, seen by step", ("tier", "kind")),
     # state
     "tier_used_bytes": _Series("gauge", "Bytes in use", ("tier",)),
     "tier_capacity_bytes": _Series("gauge", "Byte budget", ("tier",)),
@@ -165,6 +165,17 @@ class StoreMetrics(Collector):
             raise UsageError(f"reused: {dict(split)} does not add up to {tokens} tokens")
         for tier, count in split.items():
             self.add("reused_tokens", count, tier=tier)
+
+    def transferred(
+        self, tier: str, kind: str, results: Sequence[str], byte_count: int, seconds: float | None = None
+    ) -> None:
+        """One transfer has ended; `result` is "ok" when all of its keys are, else "part" or "none"."""
+        good = sum(result == "ok" for result in results)
+        result = "none" if not good else "ok" if good == len(results) else "part"
+        self.add("transfers", tier=tier, kind=kind, result=result)
+        self.add("transfer_bytes", byte_count * good // max(1, len(results)), tier=tier, kind=kind)
+        if seconds is not None:
+            self.add("transfer_seconds", max(0.0, seconds), tier=tier, kind=kind)
 
     def preempted(self, sequences: int = 1) -> None:
         self.add("preempted_sequences", sequences)

@@ -380,7 +380,7 @@ class KVStore:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
-            if not self._upkeep.mover.in_flight_blocks:
+            if self._closed or not self._upkeep.mover.in_flight_blocks:
                 return False
         return self._arrived.wait(timeout_seconds)
 

@@ -78,7 +78,6 @@ class Upkeep:
     tiers: tuple[Tier, ...]
     config: KVStoreConfig
     sequences: Mapping[str, Sequence]
-    cool_generation: int = 0  # grows whenever blocks have cooled, so that sequences look at their own again
     cools: bool = False
     _names: dict[int, _Name] = field(default_factory=dict)  # root and parent hash by block id, for copies below
     _starved: int | None = None
@@ -162,6 +161,10 @@ class Upkeep:
     # -- step ---------------------------------------------------------------------------------------------------
 
     @property
+    def cool_generation(self) -> int:
+        return self.mover.cool_generation
+
+    @property
     def names_blocks(self) -> bool:
         """Whether blocks' roots and parents are needed: for copies below, or to tell a first block."""
         return self.cools or bool(self.tiers)
@@ -183,8 +186,6 @@ class Upkeep:
 
     def drain(self, now: float) -> StepReport:
         drained = self.mover.drain(self.tiers, now)
-        if drained.cooled:
-            self.cool_generation += 1
         return StepReport(drained.cooled, drained.spilled, drained.fetched)
 
     def _compact(self) -> int:
@@ -193,8 +194,13 @@ class Upkeep:
             return 0
         moves = self.pool.plan_compaction(self._starved, FULL)
         self._starved = None
-        for move in moves:
-            self.device.copy(*divmod(move.class_index, 2), move.source_slot, move.target_slot)
+        for place, move in enumerate(moves):
+            try:
+                self.device.copy(*divmod(move.class_index, 2), move.source_slot, move.target_slot)
+            except BaseException:
+                for rest in moves[place:]:
+                    self.pool.cancel_move(rest)
+                raise
             self.pool.apply_move(move)
         return len(moves)
 
