@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from allocator import BlockPool, ConfigError, ExtentLayout
 from kvstore.admission import Admitter
+from kvstore.announce import Announcer
 from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
+from kvstore.events import EventStream
+from kvstore.executor import make_executor
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
-from kvstore.tier import InlineExecutor, ThreadExecutor
 from kvstore.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore.config import KVStoreConfig
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.sequence import Sequence
-    from kvstore.tier import Executor, Tier
+    from kvstore.tier import Tier
     from quant import BlockCodec
 
 
@@ -46,11 +49,7 @@ class Parts:
     upkeep: Upkeep
     leases: Leases
     arrivals: Arrivals
-
-
-def make_executor(kind: str) -> Executor:
-    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
-    return InlineExecutor() if kind == "inline" else ThreadExecutor()
+    announcer: Announcer
 
 
 def assemble(
@@ -59,6 +58,7 @@ def assemble(
     device_name: str,
     tiers: Items[Tier] | None,
     sequences: Mapping[str, Sequence],
+    epoch: int,
     waker: Callable[[], None],
 ) -> Parts:
     """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small."""
@@ -69,6 +69,7 @@ def assemble(
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
+    announcer = Announcer(EventStream(epoch=epoch, queue_limit=config.event_queue_limit), codec.name if codec else None)
     pool = BlockPool(layout)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
     if tiers is None:
@@ -93,10 +94,12 @@ def assemble(
     def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
         upkeep.forget(ids)
         metrics.evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
     admitter = Admitter(geometry, pool, residency, mover, costs)
-    growth = Growth(geometry, pool, device, mover, upkeep, metrics)
+    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -109,8 +112,9 @@ def assemble(
         admitter=admitter,
         growth=growth,
         upkeep=upkeep,
+        announcer=announcer,
         leases=Leases(pool, config.lease_seconds),
-        arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, sequences),
+        arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, announcer, sequences),
     )
 
 

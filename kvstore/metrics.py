@@ -8,7 +8,7 @@ series. Any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -71,6 +71,7 @@ class StoreMetrics(Collector):
         self._lock = threading.Lock()
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._requests: set[str] = set()
+        self.before_reading: Callable[[], None] | None = None  # states the gauges; takes its own locks
         self.registry.register(self)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -191,6 +192,8 @@ class StoreMetrics(Collector):
 
     def snapshot(self) -> dict[str, float]:
         """Every value counted so far, by its name in Prometheus without the prefix."""
+        if self.before_reading is not None:
+            self.before_reading()
         with self._lock:
             values = dict(self._values)
         return {_text(name, labels): value for (name, labels), value in sorted(values.items())}
@@ -200,6 +203,8 @@ class StoreMetrics(Collector):
         return generate_latest(self.registry).decode("utf-8")
 
     def collect(self) -> Iterator[Metric]:
+        if self.before_reading is not None:
+            self.before_reading()
         with self._lock:
             values = dict(self._values)
         for name, series in _SERIES.items():

@@ -109,12 +109,16 @@ class Mover:
     @property
     def in_flight_blocks(self) -> int:
         """Blocks whose transfer has not been drained; memory may come free once it is."""
-        fetching = sum(len(job.copies) for job in self._fetches.values())
-        return self._cooling + self._spilling_blocks + fetching
+        return self._cooling + self._spilling_blocks + sum(len(job.copies) for job in self._fetches.values())
 
-    @property
-    def cool_queue_blocks(self) -> int:
-        return len(self._cool_queue)
+    def depths(self) -> dict[str, int]:
+        """Blocks that wait or are under way, by queue."""
+        return {
+            "cool": len(self._cool_queue),
+            "cooling": self._cooling,
+            "spilling": self._spilling_blocks,
+            "fetching": sum(len(job.copies) for job in self._fetches.values()),
+        }
 
     # -- cool ---------------------------------------------------------------------------------------------------
 
