@@ -194,10 +194,10 @@ def _against(ample: SettingRun, run: SettingRun, divergence: Divergence) -> Sett
 
 
 def memory_workload(loaded: LoadedModel, sizes: Sizes) -> Workload:
-    """Questions about shared documents in an order with locality, and one chat from the beginning on."""
+    """Questions about shared documents in an order with locality, and chats from the beginning on."""
     chat_format = ChatFormat(loaded.tokenizer)
     questions = document_sessions(chat_format, sizes.questions, sizes.document_tokens, sizes.documents)
-    chat = chat_sessions(chat_format, 1, sizes.chat_turns, sizes.passage_tokens)
+    chat = chat_sessions(chat_format, sizes.mixed_chats, sizes.chat_turns, sizes.passage_tokens)
     order = mixed_order(questions, sizes.seed)
     return Workload((*chat, *order), sizes.users, sizes.max_new_tokens, eos_token_ids(loaded))
 
@@ -262,7 +262,7 @@ def least_bytes(geometry: KVGeometry, workload: Workload) -> int:
         len(session.first_prompt) + sum(map(len, session.follow_ups)) + session.turn_count * workload.max_new_tokens
         for session in workload.sessions
     )
-    return int(1.15 * _sequence_bytes(geometry, longest + 6 * BLOCK_TOKENS))
+    return _sequence_bytes(geometry, longest + 8 * BLOCK_TOKENS)
 
 
 def _sequence_bytes(geometry: KVGeometry, tokens: int) -> int:
