@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -62,9 +62,10 @@ class BlockLife:
         self._exact_names = [
             names if index & 1 else self.indexes[index >> 1].exact for index, names in enumerate(self._lossy_names)
         ]
-        self.hashes: npt.NDArray[Any] = np.full(capacity + 1, None, dtype=object)
-        self.computed: npt.NDArray[np.uint8] = np.zeros(capacity + 1, dtype=np.uint8)
-        self.computed_view = self.computed.data
+        # Both are written by seal and count while a block is SEALED or IDLE only; what stands there otherwise is stale.
+        self.hashes: list[bytes] = [b""] * (capacity + 1)
+        self.computed = bytearray(capacity + 1)
+        self._computed: npt.NDArray[np.uint8] = np.frombuffer(self.computed, dtype=np.uint8)
         self.pins: npt.NDArray[np.int32] = np.zeros(capacity + 1, dtype=np.int32)
         self.transfers: npt.NDArray[np.int32] = np.zeros(capacity + 1, dtype=np.int32)
         self.exact_holders: npt.NDArray[np.int32] = np.zeros(capacity + 1, dtype=np.int32)
@@ -97,8 +98,6 @@ class BlockLife:
     def _to_free(self, block_id: int) -> None:
         """A block that nobody refers to and no index names: FREE, or FENCED while it is held."""
         index = self._classes[block_id]
-        self.hashes[block_id] = None
-        self.computed[block_id] = 0
         if self._words[block_id] & HELD:
             self._words[block_id] = FENCED | HELD
             self.fenced_counts[index] += 1
@@ -204,11 +203,8 @@ class BlockLife:
     def evict_idle(self, class_index: int, count: int) -> int:
         """Evicts at least `count` idle blocks that are not held (a sliding run goes as one). Returns how many."""
         usable = self._not_held if self.held_idle_counts[class_index] else None
-        victims = self.policies[class_index].victims(count, usable)
-        if isinstance(victims, list):
-            self._drop_idle_few(class_index, victims)
-        else:
-            self._drop_idle(class_index, victims)
+        victims = np.asarray(self.policies[class_index].victims(count, usable), dtype=np.int32)
+        self._drop_idle(class_index, victims)
         return len(victims)
 
     def idle_mask(self, ids: Ids) -> npt.NDArray[np.bool_]:
@@ -224,8 +220,9 @@ class BlockLife:
         """Evicts idle, unheld blocks of one class that their policy has given up already: names go, slots are FREE."""
         if not len(ids):
             return
-        hashes = self.hashes[ids].tolist()
-        computed = self.computed[ids]
+        names = self.hashes
+        hashes = [names[block_id] for block_id in ids.tolist()]
+        computed = self._computed[ids]
         group, form = divmod(class_index, 2)
         if self.on_evict is not None:
             self.on_evict(group, ids.tolist(), hashes, (computed != 0).tolist(), form)
@@ -238,8 +235,6 @@ class BlockLife:
         else:
             for block_hash, exact in zip(hashes, computed.tolist(), strict=True):
                 del (index.exact if exact else index.lossy)[block_hash]
-        self.hashes[ids] = None
-        self.computed[ids] = 0
         self._life[ids] = FREE
         self._free[class_index].push(ids)
         self.ledger.frees[class_index] += len(ids)
@@ -255,37 +250,30 @@ class BlockLife:
             return -1
         block_id = self.policies[class_index].victim_one()
         if block_id >= 0:
-            if self.computed_view[block_id]:
-                self.computed_view[block_id] = 0
+            if self.computed[block_id]:
                 del self._exact_names[class_index][self.hashes[block_id]]
             else:
                 del self._lossy_names[class_index][self.hashes[block_id]]
-            self.hashes[block_id] = None
             self.idle_counts[class_index] -= 1
             self.evicted_count += 1
         return block_id
 
-    def _drop_idle_few(self, class_index: int, ids: list[int]) -> None:
-        """`_drop_idle` for a small batch in plain Python."""
-        hashes, computed, words = self.hashes, self.computed_view, self._words
+    def _evict_few(self, class_index: int, count: int) -> list[int]:
+        """`evict_idle` for a small batch in plain Python; the caller hands the blocks out or frees them."""
+        usable = self._not_held if self.held_idle_counts[class_index] else None
+        victims = self.policies[class_index].victims(count, usable)
+        ids: list[int] = victims if isinstance(victims, list) else victims.tolist()
+        hashes, computed = self.hashes, self.computed
         if self.on_evict is not None:
             named = [hashes[block_id] for block_id in ids]
             exactly = [bool(computed[block_id]) for block_id in ids]
             self.on_evict(class_index >> 1, list(ids), named, exactly, class_index & 1)
         exact, lossy = self._exact_names[class_index], self._lossy_names[class_index]
-        free = self._free[class_index]
-        view, count = free.view, free.count
         for block_id in ids:
             if computed[block_id]:
                 del exact[hashes[block_id]]
-                computed[block_id] = 0
             else:
                 del lossy[hashes[block_id]]
-            hashes[block_id] = None
-            words[block_id] = FREE
-            view[count] = block_id
-            count += 1
-        free.count = count
-        self.ledger.frees[class_index] += len(ids)
         self.idle_counts[class_index] -= len(ids)
         self.evicted_count += len(ids)
+        return ids

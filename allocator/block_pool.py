@@ -114,8 +114,10 @@ class BlockPool(Compaction):
                 fresh = dict(zip(hashes, array.tolist(), strict=True))
                 if len(fresh) == len(array) and names.keys().isdisjoint(fresh):
                     names.update(fresh)
-                    self.hashes[array] = hashes
-                    self.computed[array] = exact
+                    known = self.hashes
+                    for block_hash, block_id in fresh.items():
+                        known[block_id] = block_hash
+                    self._computed[array] = exact
                     self._life[array] = SEALED_ONCE
                     return array
         for place, block_hash in enumerate(hashes):
@@ -205,12 +207,14 @@ class BlockPool(Compaction):
 
     def hash_of(self, block_id: int) -> bytes | None:
         """Name of a sealed or idle block, None for others."""
-        found: bytes | None = self.hashes[self._checked(block_id)]
-        return found
+        return self.hashes[block_id] if self._is_named(block_id) else None
+
+    def _is_named(self, block_id: int) -> bool:
+        return self._words[self._checked(block_id)] & STATE in (SEALED, IDLE)
 
     def computed_exact(self, block_id: int) -> bool:
         """Whether the block was computed with nothing but full precision before it (whatever its form is now)."""
-        return bool(self.computed[self._checked(block_id)])
+        return self._is_named(block_id) and bool(self.computed[block_id])
 
     def reads_exact(self, block_id: int) -> bool:
         """Whether reading the block gives full precision: computed exactly, and not INT4."""

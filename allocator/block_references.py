@@ -75,7 +75,11 @@ class BlockReferences(BlockLife):
             raise UsageError(f"expected a block count >= 0, got {count}")
         free = self._free[index]
         if free.count < count:
-            self._refill(index, count)
+            if count <= SMALL_BATCH and self._eviction_is_next(index):
+                evictable = self.idle_counts[index] - self.held_idle_counts[index]
+                if count - free.count <= evictable:
+                    return self._allocate_evicting(index, count)
+            make_room(self, index, count)
         free.count = start = free.count - count
         ids = free.ids[start : start + count].copy()
         if count > SMALL_BATCH:
@@ -86,14 +90,22 @@ class BlockReferences(BlockLife):
                 words[block_id] = OPEN_ONCE
         return ids
 
-    def _refill(self, index: int, count: int) -> None:
-        """`make_room`; when only eviction inside the class can help and suffices, without counting everything first."""
-        missing = count - self._free[index].count
-        evictable = self.idle_counts[index] - self.held_idle_counts[index]
-        if missing <= SMALL_BATCH and missing <= evictable and self._eviction_is_next(index):
-            self.evict_idle(index, missing)
-        else:
-            make_room(self, index, count)
+    def _allocate_evicting(self, index: int, count: int) -> Ids:
+        """A small batch from what is free and, for the rest, idle blocks of the class, without a detour."""
+        free = self._free[index]
+        missing = count - free.count
+        victims = self._evict_few(index, missing)
+        ids = free.view[: free.count].tolist() + victims[:missing]
+        free.count = 0
+        words = self._words
+        for block_id in ids:
+            words[block_id] = OPEN_ONCE
+        surplus = victims[missing:]
+        if surplus:
+            for block_id in surplus:
+                words[block_id] = FREE
+            self._push_free(surplus)
+        return np.array(ids, dtype=np.int32)
 
     def _eviction_is_next(self, index: int) -> bool:
         """Whether `make_room` would find nothing before its third step, eviction inside the class."""
@@ -113,6 +125,9 @@ class BlockReferences(BlockLife):
         """
         if len(ids) > SMALL_BATCH:
             self._release_many(np.asarray(ids, dtype=np.int32), run)
+            return
+        if len(ids) == 1 and not run:
+            self.release_one(int(ids[0]))
             return
         batch: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         freed: list[int] = []

@@ -33,10 +33,6 @@ class EvictionPolicy(ABC):
         """Idle blocks it knows."""
 
     @abstractmethod
-    def __contains__(self, block_id: object) -> bool:
-        """Whether the block is idle here."""
-
-    @abstractmethod
     def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
         """Blocks became idle; the first of `ids` is to go first. `run`: they are kept or dropped as one."""
 
@@ -93,23 +89,19 @@ class LRU(EvictionPolicy):
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, block_id: object) -> bool:
-        return isinstance(block_id, int) and self._stamps[block_id] != 0
-
     def since(self, block_id: int) -> int:
         return self._stamps[block_id]
 
     def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
         size = len(ids)
-        if not size:
+        if size <= 1:
+            if size:
+                self.idle_one(int(ids[0]), tick)
+            return
+        if tick < self._newest:
+            self._idle_late(ids, tick)
             return
         self._count += size
-        if tick < self._newest:
-            for block_id in ids:
-                self._late_order += 1
-                heapq.heappush(self._late, (tick, self._late_order, int(block_id)))
-                self._stamps[block_id] = tick
-            return
         self._newest = tick
         if isinstance(ids, list):
             stamps = self._stamps
@@ -122,9 +114,16 @@ class LRU(EvictionPolicy):
         if self._entries > 2 * self._count + 1024:
             self._sweep()
 
+    def _idle_late(self, ids: Ids | list[int], tick: int) -> None:
+        for block_id in ids:
+            self._late_order += 1
+            heapq.heappush(self._late, (tick, self._late_order, int(block_id)))
+            self._stamps[block_id] = tick
+        self._count += len(ids)
+
     def idle_one(self, block_id: int, tick: int) -> None:
         if tick < self._newest:
-            self.idle([block_id], tick)
+            self._idle_late([block_id], tick)
             return
         self._newest = tick
         self._stamps[block_id] = tick
@@ -157,7 +156,6 @@ class LRU(EvictionPolicy):
             segments.popleft()
             self._entries -= 1
             if stamps[block_id] == tick:
-                stamps[block_id] = 0
                 self._count -= 1
                 return block_id
         return -1
@@ -196,7 +194,6 @@ class LRU(EvictionPolicy):
         for entry in kept_late:
             heapq.heappush(self._late, entry)
         victims = _joined(taken)
-        self._stamp[victims] = 0
         self._count -= len(victims)
         return victims
 
@@ -210,7 +207,6 @@ class LRU(EvictionPolicy):
                 segments.popleft()
                 self._entries -= 1
                 if stamps[ids] == tick:
-                    stamps[ids] = 0
                     taken.append(ids)
                 continue
             if isinstance(ids, np.ndarray):
@@ -223,7 +219,6 @@ class LRU(EvictionPolicy):
                 block_id = ids[cursor]
                 cursor += 1
                 if stamps[block_id] == tick:
-                    stamps[block_id] = 0
                     taken.append(block_id)
             self._entries -= cursor - start
             self._cursor = cursor

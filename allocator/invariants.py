@@ -171,9 +171,8 @@ def _check_names(pool: BlockPool) -> None:
     sealed = (states == SEALED) | (states == IDLE)
     indexed = int(np.count_nonzero(sealed & (words[: ledger.id_capacity] & UNINDEXED == 0)))
     _require(indexed == named, f"{indexed} sealed blocks should be in the indexes, {named} are")
-    hashed = pool.hashes[: ledger.id_capacity] != None  # noqa: E711
-    _require(bool((hashed == sealed).all()), "a block has a hash although it is not sealed, or none although it is")
-    _require(not pool.computed[: ledger.id_capacity][~sealed].any(), "a block that is not sealed is marked exact")
+    for block_id in np.flatnonzero(sealed).tolist():
+        _require(len(pool.hashes[block_id]) > 0, f"block {block_id} is sealed without a hash")
 
 
 def _check_bytes(pool: BlockPool) -> None:

@@ -138,7 +138,7 @@ class Scheduler:
         self._drafter = drafter
         self._on_admitted = on_admitted
         self._on_failed = on_failed
-        self._held_back_at: tuple[int, ...] | None = None
+        self._held_back: tuple[Stream, tuple[int, ...]] | None = None
         self.waiting: list[Stream] = []
         self.loading: list[Stream] = []
         self.running: list[Stream] = []
@@ -211,16 +211,20 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting streams to running or loading while there are places and room."""
-        if self._held_back_at is not None and not self._room_grew(self._held_back_at):
-            return
-        self._held_back_at = None
         for stream in list(self.waiting):
-            if self.free_places < 1:
+            if self.free_places < 1 or self._is_held_back(stream):
                 return
             if self._prefix_is_being_computed(stream):
                 continue
             if not self._admit_one(stream):
                 return
+
+    def _is_held_back(self, stream: Stream) -> bool:
+        """True for the stream that did not fit last time, until there is more room or nothing else that runs."""
+        if self._held_back is None or self._held_back[0] is not stream:
+            return False
+        grew = any(now > then for now, then in zip(self._available(), self._held_back[1], strict=True))
+        return not grew and bool(self.running or self.loading)
 
     def _admit_one(self, stream: Stream) -> bool:
         """True when later streams may be tried too."""
@@ -237,6 +241,7 @@ class Scheduler:
                 self.remove(stream)
                 self._on_failed(stream, error)
                 return True
+            self._held_back = (stream, self._available())
             return False
         except KVError as error:
             self.remove(stream)
@@ -244,7 +249,7 @@ class Scheduler:
             return True
         if not alone and not self._has_room(stream, given.ready_tokens + given.pending_tokens):
             self._adapter.abort(stream.sequence_id)
-            self._held_back_at = self._available()
+            self._held_back = (stream, self._available())
             return False
         self.remove(stream)
         stream.expected_tiers = dict(given.by_tier)
@@ -273,10 +278,6 @@ class Scheduler:
 
     def _available(self) -> tuple[int, ...]:
         return tuple(self._store.pool.available(group) for group in range(len(self.geometry.groups)))
-
-    def _room_grew(self, before: tuple[int, ...]) -> bool:
-        alone = not self.running and not self.loading
-        return alone or any(now > then for now, then in zip(self._available(), before, strict=True))
 
     def _has_room(self, stream: Stream, held_tokens: int) -> bool:
         """True when the whole prompt of `stream` and of all that run fits, with one block to decode into each."""
@@ -363,7 +364,7 @@ class Scheduler:
             except CapacityError as error:
                 alone = len(self.running) + len(self.loading) == 1
                 newest = max([*self.running, *self.loading], key=_rank)
-                if error.transient and (alone or stream.stalled_steps < _PATIENT_STEPS):
+                if error.transient and (stream.stalled_steps < _PATIENT_STEPS or (alone and count == 1)):
                     stream.stalled_steps += 1
                     return 0
                 if newest is not stream:

@@ -19,7 +19,7 @@ from allocator import FULL
 from kvstore.tier import ResultCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from allocator import BlockPool
     from kvstore.costs import CostModel
@@ -100,6 +100,7 @@ class Mover:
         self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
         self._cooling = 0
         self._spilling_blocks = 0
+        self._refused: dict[int, bytes] = {}  # id -> hash of blocks that the codec refused: they stay raw for good
         self._cool_queue: deque[tuple[int, bytes, str]] = deque(maxlen=_COOL_QUEUE_BLOCKS)
 
     @property
@@ -129,7 +130,7 @@ class Mover:
         count = 0
         while self._cool_queue and count < limit:
             block_id, block_hash, cause = self._cool_queue.popleft()
-            if pool.hash_of(block_id) != block_hash or pool.form_of(block_id) != FULL:
+            if pool.hash_of(block_id) != block_hash or pool.form_of(block_id) != FULL or self.was_refused(block_id):
                 continue
             target = pool.begin_cool(block_id)
             if target is not None:
@@ -141,6 +142,16 @@ class Mover:
         for cause, blocks in begun.items():
             self._submit_cool(blocks, cause)
         return count
+
+    def was_refused(self, block_id: int) -> bool:
+        """Whether the codec refused this block before; trying again would give the same answer."""
+        block_hash = self._refused.get(block_id)
+        return block_hash is not None and block_hash == self._pool.hash_of(block_id)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """These blocks were evicted."""
+        for block_id in block_ids:
+            self._refused.pop(block_id, None)
 
     def start_cool_idle(self, block_ids: Sequence[int]) -> int:
         """Begin encoding idle blocks ahead of their time because memory is short. Counted apart."""
@@ -182,6 +193,9 @@ class Mover:
                 cooled += self._pool.finish_cool(block_id, target)
             else:
                 self._pool.cancel_cool(block_id, target)
+                block_hash = self._pool.hash_of(block_id)
+                if job.failure is None and block_hash is not None:
+                    self._refused[block_id] = block_hash
                 self._metrics.kept_raw("error_bound" if job.failure is None else "encode_failed")
         self._metrics.cooled(cooled, cause=job.cause)
         if job.failure is not None:

@@ -110,6 +110,8 @@ class Upkeep:
                     tier.touch(keys)
 
     def forget(self, ids: Iterable[int]) -> None:
+        ids = list(ids)
+        self.mover.forget(ids)
         for block_id in ids:
             self._names.pop(block_id, None)
 
@@ -196,7 +198,7 @@ class Upkeep:
         """While free room is short: cool idle raw blocks instead of losing them, copy down what would be evicted."""
         config, pool = self.config, self.pool
         if self.cools and config.cool_under_pressure and self._is_short(group, FULL):
-            coldest = pool.coldest(group, config.cool_blocks_per_step, FULL, self._not_first).tolist()
+            coldest = pool.coldest(group, config.cool_blocks_per_step, FULL, self._may_cool).tolist()
             self.mover.start_cool_idle(coldest)
         for form in (FULL, COLD) if self.cools else (FULL,):
             if self.tiers and self._is_short(group, form):
@@ -217,10 +219,16 @@ class Upkeep:
         unassigned = max(0, len(ledger.unassigned) - layout.spare_count)
         return self.pool.free_count(group, form) + unassigned * layout.per_extent[2 * group + form]
 
-    def _not_first(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """bool [n]: which idle blocks are not the first of their sequence, whose precision everything else needs."""
-        names = [self._names.get(block_id) for block_id in ids.tolist()]
-        return np.array([name is not None and name.parent is not None for name in names], dtype=bool)
+    def _may_cool(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """bool [n]: not the first block of a sequence, whose precision all else needs, nor refused by the codec."""
+        names = [(block_id, self._names.get(block_id)) for block_id in ids.tolist()]
+        return np.array(
+            [
+                name is not None and name.parent is not None and not self.mover.was_refused(block_id)
+                for block_id, name in names
+            ],
+            dtype=bool,
+        )
 
     def _spill(self, ids: Items[int]) -> None:
         """Submit copies of those blocks that have a name and no copy in the first tier yet."""

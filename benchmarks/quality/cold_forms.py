@@ -53,7 +53,7 @@ class Int4Form:
     """Our codec, block by block through its batch interface; a block that it refuses stays as it is.
 
     `read_dtype`: what a reader works in. In place, with the scales folded into the query, nothing is rounded again:
-    float32. A reader that decodes to bfloat16 first loses a third of the fidelity, mostly on K.
+    float32. A reader that decodes to bfloat16 first rounds every value a second time; the suite prints what that costs.
     """
 
     protects_first_block = True

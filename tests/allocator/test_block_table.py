@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import MakePool
 
 from allocator import (
     BlockPool,
@@ -23,6 +22,7 @@ from allocator import (
 )
 
 Hashes = Callable[..., list[bytes]]
+MakePool = Callable[..., BlockPool]
 B = 16
 
 

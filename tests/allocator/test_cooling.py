@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import MakePool
 
 from allocator import COLD, FULL, BlockPool, BlockState, BlockTable, CapacityError, UsageError
 
 Hashes = Callable[..., list[bytes]]
+MakePool = Callable[..., BlockPool]
 
 
 def sealed(pool: BlockPool, names: list[bytes], exact: bool = True) -> list[int]:

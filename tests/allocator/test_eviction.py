@@ -105,7 +105,7 @@ def test_lru_does_what_a_plain_list_does(data: st.DataObject) -> None:
             if block_id >= 0:
                 first = next(entry for entry in order if entry[2])
                 assert block_id == first[2].pop(0)
-                assert not first[3]
+                assert not first[3] or not first[2], "a run goes as one"
         elif kind in ("victims", "held"):
             held = set(idle[:: data.draw(st.integers(1, 4))]) if kind == "held" else set()
             count = data.draw(st.sampled_from([0, 1, 2, 5, 35, 50]))
@@ -121,7 +121,6 @@ def test_lru_does_what_a_plain_list_does(data: st.DataObject) -> None:
         left = [block_id for _, _, ids, _ in order for block_id in ids]
         assert list(lru.peek(IDS)) == left
         assert len(lru) == len(left)
-        assert all(block_id in lru for block_id in left)
 
 
 @pytest.mark.parametrize("size", [1, 5, 33, 50])

@@ -114,6 +114,8 @@ def test_int4_cooling_accounts_for_every_block(make_kit: KitMaker) -> None:
     asked = requests(8, 100, 60)
     results = kit.drive(*asked)
     assert all(len(results[request.request_id].token_ids) == 60 for request in asked)
+    metrics = kit.store.metrics
+    assert metrics.get("cooled_blocks", cause="age") + metrics.get("cooled_blocks", cause="pressure") > 20
     kit.nothing_left()
 
 

@@ -102,11 +102,12 @@ class EvictionForgetsName(BlockPool):
     def _reuse_idle(self, class_index: int) -> int:
         return -1
 
-    def _drop_idle_few(self, class_index: int, ids: list[int]) -> None:
+    def _evict_few(self, class_index: int, count: int) -> list[int]:
         names = [dict(index.exact) for index in self.indexes]
-        super()._drop_idle_few(class_index, ids)
+        ids = super()._evict_few(class_index, count)
         for index, kept in zip(self.indexes, names, strict=True):
             index.exact.update(kept)
+        return ids
 
 
 class ExactAndLossyMerge(BlockPool):
