@@ -47,7 +47,7 @@ class Admitter:
         """The longest hit worth having: copies that are slower to load than to recompute are left out."""
         plan = self._residency.plan(root, hashes, exact)
         if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
-            plan = self._residency.cut(plan, root, hashes, exact, plan.device_blocks)
+            plan = self._residency.on_device(plan, root, hashes, exact)
         return plan
 
     def _worth_loading(self, plan: HitPlan) -> bool:

@@ -93,7 +93,7 @@ def assemble(
         metrics=metrics,
         residency=residency,
         admitter=Admitter(geometry, pool, residency, mover, costs),
-        growth=Growth(geometry, pool, device, mover, upkeep),
+        growth=Growth(geometry, pool, device, mover, upkeep, metrics),
         upkeep=upkeep,
         leases=Leases(pool),
     )

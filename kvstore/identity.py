@@ -321,6 +321,25 @@ class HashChain:
         tokens.extend(fresh)
         return self._complete() if len(tokens) // self.block_tokens > len(self._hashes) else []
 
+    def rewrite(self, start: int, token_ids: TokenIds) -> None:
+        """Make the tokens from `start` on these ones, forgetting what differs; media over tokens that stay are kept.
+
+        On a UsageError nothing is changed.
+        """
+        fresh = as_token_array(token_ids)
+        known = self._tokens[start : start + len(fresh)]
+        same = len(known)
+        if known != fresh[:same]:
+            same = int(np.flatnonzero(np.asarray(known) != np.asarray(fresh[:same]))[0])
+        undo = self.fork()
+        try:
+            self.truncate(start + same)
+            self.extend(np.asarray(fresh[same:]))
+        except UsageError:
+            self._tokens, self._hashes, self._groups = undo._tokens, undo._hashes, undo._groups
+            self._media, self._media_starts = undo._media, undo._media_starts
+            raise
+
     def truncate(self, token_count: int) -> None:
         """Keep the first token_count tokens (rollback). Media that start behind them are forgotten."""
         count = len(self._tokens)

@@ -177,7 +177,7 @@ class KVStore:
             self._check_open()
             usable = self._admitter.usable_hashes(chain.hashes, chain.token_count, None)
             plan = self._parts.residency.plan(chain.root, usable, exact)
-            plan = self._parts.residency.cut(plan, chain.root, usable, exact, plan.device_blocks)
+            plan = self._parts.residency.on_device(plan, chain.root, usable, exact)
             blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
             tokens = plan.blocks * self.geometry.block_tokens
             return self._parts.leases.grant(blocks, tokens, self._clock() + ttl_seconds)
@@ -233,8 +233,8 @@ class KVStore:
             block_tokens = self.geometry.block_tokens
             self._admitter.build_tables(sequence, plan, token_count - plan.blocks * block_tokens)
             sequence.written = plan.blocks * block_tokens
-            if plan.lossy:
-                sequence.lossy_from = sequence.written
+            if plan.lossy_at is not None:
+                sequence.lossy_from = plan.lossy_at * block_tokens
             self._sequences[sequence_id] = sequence
             self._admitter.start_fetch(sequence, plan, self._fetch_done, self._clock())
             if sequence.state is SequenceState.RUNNING:
@@ -263,7 +263,7 @@ class KVStore:
             if all(self.pool.reads_exact(one) for table in sequence.tables for one in table.ids().tolist() if one >= 0):
                 sequence.lossy_from = None
             elif sequence.lossy_from is not None:
-                sequence.lossy_from = blocks * self.geometry.block_tokens
+                sequence.lossy_from = min(sequence.lossy_from, blocks * self.geometry.block_tokens)
         self._take_ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
 
     def _take_ready(self, sequence: Sequence, blocks: int, fetched: dict[int, str]) -> None:
@@ -384,6 +384,7 @@ class KVStore:
             if parent.exact:
                 for table in tables:
                     self.pool.hold_exact(table.ids())
+            self._growth.hold_tails(self._sequences[child_id])
 
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
@@ -408,6 +409,7 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
+        self._growth.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:
                 self.pool.drop_exact(table.ids())
