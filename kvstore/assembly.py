@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from allocator import BlockPool, ExtentLayout
 from kvstore.admission import Admitter
 from kvstore.costs import CostModel
+from kvstore.executor import InlineExecutor, ThreadExecutor
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
-from kvstore.tier import InlineExecutor, ThreadExecutor
 from kvstore.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore.config import KVStoreConfig
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.sequence import Sequence
-    from kvstore.tier import Executor, Tier
+    from kvstore.tier import Tier
     from quant import BlockCodec
 
 
