@@ -146,6 +146,17 @@ class Growth:
             self._pool.drop_exact(table.ids()[-(-table.token_count // self._block_tokens) :])
         table.truncate(table.token_count)
 
+    def slot_mapping(self, sequence: Sequence, group: int, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Places of tokens that are written and not committed; any other token's block may be shared."""
+        if not 0 <= group < len(sequence.tables):
+            raise UsageError(f"group: got {group!r}; expected 0..{len(sequence.tables) - 1}")
+        if count < 0 or start < sequence.committed or start + count > sequence.written:
+            raise UsageError(
+                f"slot_mapping of {count} tokens from {start}: sequence {sequence.sequence_id!r} has "
+                f"{sequence.committed} committed, {sequence.written} written; expected tokens between the two"
+            )
+        return sequence.tables[group].slot_mapping(start, count)
+
     # -- commit -------------------------------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:

@@ -6,7 +6,7 @@ The frozen classes are snapshots; they stay true after the lock is gone because 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -122,6 +122,18 @@ class Sequence:
     pending: list[PendingCopy] = field(default_factory=list)
     private_from: int | None = None  # first token position whose blocks must not be named
     held_tails: dict[int, int] = field(default_factory=dict)  # group -> partly filled sealed block kept from cooling
+
+    def fork(self, sequence_id: str) -> Sequence:
+        """Another sequence with the same past, whose tables share every block. Holds are not copied."""
+        return replace(
+            self,
+            sequence_id=sequence_id,
+            chain=self.chain.fork(),
+            tables=[table.fork() for table in self.tables],
+            cool_cursor=1,
+            pending=[],
+            held_tails={},
+        )
 
     def is_exact_up_to(self, token_count: int) -> bool:
         """True when the first `token_count` tokens were computed, or taken over, in full precision only."""
