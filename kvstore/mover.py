@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from allocator import BlockPool
     from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
-    from kvstore.tier import Completion, CopyKey, Executor, Tier, Transfer
+    from kvstore.tier import Completion, CopyKey, Tier, Transfer
 
 
 _LOG = logging.getLogger(__name__)

@@ -73,8 +73,7 @@ class KVStore:
         self._arrived = threading.Event()
         self._sequences: dict[str, Sequence] = {}
         self._closed = False
-        epoch = self._prompts.identity.epoch
-        parts = assemble(geometry, self.config, device, tiers, self._sequences, epoch, self._arrived.set)
+        parts = assemble(geometry, self.config, device, tiers, self._sequences, identity.epoch, self._arrived.set)
         self.pool = parts.pool
         self.metrics = parts.metrics
         self.cold_codec = parts.cold_codec
