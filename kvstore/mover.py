@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from allocator import BlockPool
     from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
-    from kvstore.tier import CopyKey, Executor, Tier, Transfer
+    from kvstore.tier import CopyKey, Tier, Transfer
 
 
 _COOL_QUEUE_BLOCKS = 1 << 16
@@ -101,7 +102,7 @@ class Mover:
         self._cooling = 0
         self._spilling_blocks = 0
         self._refused: dict[int, bytes] = {}  # id -> hash of blocks that the codec refused: they stay raw for good
-        self._cool_queue: deque[tuple[int, bytes]] = deque(maxlen=_COOL_QUEUE_BLOCKS)
+        self._cool_queue: deque[tuple[int, bytes, str]] = deque(maxlen=_COOL_QUEUE_BLOCKS)
 
     @property
     def in_flight_blocks(self) -> int:
@@ -115,30 +116,33 @@ class Mover:
 
     # -- cool ---------------------------------------------------------------------------------------------------
 
-    def enqueue_cool(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+    def enqueue_cool(self, blocks: Sequence[tuple[int, bytes]], cause: str = "age") -> None:
         """Remember blocks (id, hash) that may cool. When the queue is full the oldest is forgotten and stays raw."""
         queue = self._cool_queue
         overflow = len(queue) + len(blocks) - (queue.maxlen or 0)
         if overflow > 0:
             self._metrics.kept_raw("queue_full", overflow)
-        queue.extend(blocks)
+        queue.extend((block_id, block_hash, cause) for block_id, block_hash in blocks)
 
     def start_cool(self, limit: int) -> int:
         """Begin encoding at most `limit` queued blocks. Entries that no longer hold their block are skipped."""
         pool = self._pool
-        begun: list[tuple[int, int]] = []
-        while self._cool_queue and len(begun) < limit:
-            block_id, block_hash = self._cool_queue.popleft()
+        begun: dict[str, list[tuple[int, int]]] = {}
+        count = 0
+        while self._cool_queue and count < limit:
+            block_id, block_hash, cause = self._cool_queue.popleft()
             if pool.hash_of(block_id) != block_hash or pool.form_of(block_id) != FULL or self.was_refused(block_id):
                 continue
             target = pool.begin_cool(block_id)
             if target is not None:
-                begun.append((block_id, target))
+                begun.setdefault(cause, []).append((block_id, target))
+                count += 1
             elif not (pool.in_flight(block_id) or pool.is_pinned(block_id) or pool.exact_holders[block_id]):
-                self._cool_queue.appendleft((block_id, block_hash))  # no INT4 slot to be had yet: a later step
+                self._cool_queue.appendleft((block_id, block_hash, cause))  # no INT4 slot to be had yet: a later step
                 break
-        self._submit_cool(begun, "age")
-        return len(begun)
+        for cause, blocks in begun.items():
+            self._submit_cool(blocks, cause)
+        return count
 
     def was_refused(self, block_id: int) -> bool:
         """Whether the codec refused this block before; trying again would give the same answer."""

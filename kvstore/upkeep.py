@@ -115,12 +115,22 @@ class Upkeep:
         for block_id in ids:
             self._names.pop(block_id, None)
 
+    def forget_all(self) -> None:
+        """After a reset: no block has a name under which it could be copied down."""
+        self._names.clear()
+
     def note_shortage(self, group: int) -> None:
         self._starved = group
 
     def enqueue_cool(self, sequence: Sequence) -> None:
-        """Queue the blocks of `sequence` that are `residual_tokens` behind its committed end, block 0 never."""
-        if not self.cools or sequence.exact or not sequence.prefill_done:
+        """Queue the blocks of `sequence` that are `residual_tokens` behind its committed end, block 0 never.
+
+        A prompt waits until it is computed, so that it stays exact. While memory is short it does not wait: else one
+        long prompt would need its whole length in full precision and push out several that are cold by then.
+        """
+        if not self.cools or sequence.exact:
+            return
+        if not sequence.prefill_done and not (self.config.cool_under_pressure and self._any_short()):
             return
         block_tokens = self.geometry.block_tokens
         limit = min(sequence.sealed_blocks, (sequence.committed - self.config.residual_tokens) // block_tokens)
@@ -134,7 +144,7 @@ class Upkeep:
                 if block_id >= 0 and pool.form_of(block_id) == FULL
             ]
             named = [(block_id, block_hash) for block_id in ids if (block_hash := pool.hash_of(block_id)) is not None]
-            self.mover.enqueue_cool(named)
+            self.mover.enqueue_cool(named, "age" if sequence.prefill_done else "pressure")
         sequence.cool_cursor = limit
 
     def spill_sequence(self, sequence: Sequence) -> None:
@@ -191,13 +201,21 @@ class Upkeep:
     def _relieve(self, group: int) -> None:
         """While free room is short: cool idle raw blocks instead of losing them, copy down what would be evicted."""
         config, pool = self.config, self.pool
-        short = _SHORT_STEPS * max(config.cool_blocks_per_step, config.spill_blocks_per_step)
-        if self.cools and config.cool_under_pressure and self._free_blocks(group, FULL) < short:
+        if self.cools and config.cool_under_pressure and self._is_short(group, FULL):
             coldest = pool.coldest(group, config.cool_blocks_per_step, FULL, self._may_cool).tolist()
             self.mover.start_cool_idle(coldest)
         for form in (FULL, COLD) if self.cools else (FULL,):
-            if self.tiers and self._free_blocks(group, form) < short:
+            if self.tiers and self._is_short(group, form):
                 self._spill(pool.coldest(group, config.spill_blocks_per_step, form).tolist())
+
+    def _any_short(self) -> bool:
+        return any(self._is_short(group, FULL) for group in range(len(self.geometry.groups)))
+
+    def _is_short(self, group: int, form: int) -> bool:
+        """True when the free room would be gone after a few steps' worth of movement."""
+        config = self.config
+        limit = _SHORT_STEPS * max(config.cool_blocks_per_step, config.spill_blocks_per_step)
+        return self._free_blocks(group, form) < limit
 
     def _free_blocks(self, group: int, form: int) -> int:
         """Blocks that can be had without giving up anything."""

@@ -6,6 +6,7 @@ import itertools
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from allocator import FULL, BlockPool, ExtentLayout, KVGeometry
 from benchmarks.rows import Stopwatch
@@ -29,16 +30,25 @@ class OwnSide:
         watch = Stopwatch(time.thread_time)
         for repeat in range(work.PASSES + 1):
             counted = watch if repeat else Stopwatch(time.thread_time)
+            if batch == 1:
+                with counted:
+                    one_by_one = [pool.allocate_one(0) for _ in range(work.POOL_BLOCKS)]
+                self._seal_every_other(pool, np.array(one_by_one), f"{round_number} {repeat}")
+                with counted:
+                    for block in one_by_one:
+                        pool.release_one(block)
+                continue
             with counted:
                 batches = [pool.allocate(0, batch, FULL) for _ in range(work.POOL_BLOCKS // batch)]
-            ids = np.concatenate(batches)
-            hashed = [position for position in range(len(ids)) if work.every_other(position)]
-            names = [f"{round_number} {repeat} {position}".encode().ljust(32) for position in hashed]
-            pool.seal_many(ids[hashed], names, True)
+            self._seal_every_other(pool, np.concatenate(batches), f"{round_number} {repeat}")
             with counted:
                 for blocks in batches:
                     pool.release(blocks[::-1])
         return watch.seconds / (work.PASSES * work.POOL_BLOCKS)
+
+    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.integer], name: str) -> None:
+        hashed = [position for position in range(len(ids)) if work.every_other(position)]
+        pool.seal_many(ids[hashed], [f"{name} {position}".encode().ljust(32) for position in hashed], True)
 
     def hash_prompt(self, round_number: int) -> float:
         tokens = work.prompt(round_number)

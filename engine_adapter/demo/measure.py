@@ -104,7 +104,12 @@ def run_setting(
 ) -> SettingRun:
     """Serve `workload` with the memory of `setting`. Raises ServeError when a request fails."""
     identity = Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry)
-    config = KVStoreConfig(device_bytes=setting.device_bytes, host_bytes=setting.host_bytes, codec=setting.codec)
+    config = KVStoreConfig(
+        device_bytes=setting.device_bytes,
+        host_bytes=setting.host_bytes,
+        codec=setting.codec,
+        cool_blocks_per_step=step_tokens // runner.geometry.block_tokens,
+    )
     with KVStore(runner.geometry, identity, config) as store:
         if store.slab is None:
             raise RuntimeError("the store has no slab; the demo computes on one")

@@ -52,7 +52,7 @@ def _introduction(report: Report, settings: Mapping[str, Setting]) -> str:
         f"<p>While a language model writes, it keeps <i>keys and values</i> (KV) of every token it has read: here "
         f"{count(workload['kv_token_bytes'])} bytes a token, so every open conversation holds memory. This page shows "
         f"{escape(report['model']['name'])} answering {count(ample['requests'])} requests of {workload['users']} users "
-        f"at a time about {workload['documents']} shared documents ({count(shared)} tokens) and in one longer chat, "
+        f"at a time about {workload['documents']} shared documents ({count(shared)} tokens) and in longer chats, "
         f"three times: with all the memory it wants (<b>ample</b>, {megabytes(ample['peak_device_bytes'])} at the "
         f"peak), with a quarter of that (<b>tight</b>, {megabytes(tight['device_bytes_limit'])}), and with the same "
         f"quarter where blocks that have not been written to for a while are squeezed to 4 bits a number and read in "

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
     from engine_adapter.demo.serve import Progress
 
-_EXACT_TIGHT_SHARE = 0.4
+_EXACT_TIGHT_SHARE = 0.5
 _INT4_CODEC = "int4"
 
 
@@ -93,11 +93,11 @@ def exact_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> PartRepor
                      loaded, runner, workload, sizes, display)  # fmt: skip
     finally:
         runner.release()
-    reports = tuple(
+    reports = [
         compared(run, outputs_equal=dict(run.outputs) == expected, agreement=agreement(run.outputs, expected))
         for run in (ample, tight)
-    )
-    return PartReport(reports, tuple(promises.exact_promises(reports)))
+    ]
+    return PartReport(tuple(reports), tuple(promises.exact_promises(*reports)))
 
 
 def exact_workload(loaded: LoadedModel, sizes: Sizes) -> Workload:
@@ -194,10 +194,10 @@ def _against(ample: SettingRun, run: SettingRun, divergence: Divergence) -> Sett
 
 
 def memory_workload(loaded: LoadedModel, sizes: Sizes) -> Workload:
-    """Questions about shared documents in an order with locality, and one chat from the beginning on."""
+    """Questions about shared documents in an order with locality, and chats from the beginning on."""
     chat_format = ChatFormat(loaded.tokenizer)
     questions = document_sessions(chat_format, sizes.questions, sizes.document_tokens, sizes.documents)
-    chat = chat_sessions(chat_format, 1, sizes.chat_turns, sizes.passage_tokens)
+    chat = chat_sessions(chat_format, sizes.mixed_chats, sizes.chat_turns, sizes.passage_tokens)
     order = mixed_order(questions, sizes.seed)
     return Workload((*chat, *order), sizes.users, sizes.max_new_tokens, eos_token_ids(loaded))
 
@@ -262,7 +262,7 @@ def least_bytes(geometry: KVGeometry, workload: Workload) -> int:
         len(session.first_prompt) + sum(map(len, session.follow_ups)) + session.turn_count * workload.max_new_tokens
         for session in workload.sessions
     )
-    return int(1.15 * _sequence_bytes(geometry, longest + 6 * BLOCK_TOKENS))
+    return _sequence_bytes(geometry, longest + 8 * BLOCK_TOKENS)
 
 
 def _sequence_bytes(geometry: KVGeometry, tokens: int) -> int:

@@ -40,24 +40,26 @@ class Sizes:
     """How much is asked. Tokens of documents and passages are what a prompt has at least, questions and template apart.
 
     users: sessions that are open at a time; each sends its next request when the last one is answered.
+    mixed_chats: conversations beside the questions; chats: conversations of the multi-turn workload.
     exact_*: part 1, in float32, which is also computed by transformers' own generate, without any cache between
     requests.
     """
 
     documents: int = 4
-    document_tokens: int = 1600
+    document_tokens: int = 1540
     questions: int = 24
     chat_turns: int = 5
     passage_tokens: int = 200
+    mixed_chats: int = 2
     chats: int = 4
     max_new_tokens: int = 32
     users: int = 8
     step_tokens: int = 256
     exact_documents: int = 2
-    exact_document_tokens: int = 400
+    exact_document_tokens: int = 200
     exact_requests: int = 8
-    exact_new_tokens: int = 24
-    exact_users: int = 4
+    exact_new_tokens: int = 32
+    exact_users: int = 6
     seed: int = 7
 
     @property
@@ -73,6 +75,7 @@ QUICK = Sizes(
     questions=8,
     chat_turns=2,
     passage_tokens=60,
+    mixed_chats=1,
     chats=2,
     max_new_tokens=8,
     users=4,

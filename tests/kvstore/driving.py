@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from allocator import CapacityError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -44,7 +46,15 @@ def compute(store: KVStore, sequence_id: str, token_ids: Sequence[int], chunk: i
     for begin in range(0, len(token_ids), chunk):
         part = list(token_ids[begin : begin + chunk])
         start = store.committed_tokens(sequence_id)
-        store.grow(sequence_id, len(part))
+        while True:
+            try:
+                store.grow(sequence_id, len(part))
+                break
+            except CapacityError as error:
+                if not error.transient:
+                    raise
+                store.wait(1.0)  # a transfer holds the memory: it will be free after the next step
+                store.step()
         fill(store, sequence_id, part, start)
         store.commit(sequence_id, part)
 
