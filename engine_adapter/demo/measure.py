@@ -104,11 +104,13 @@ def run_setting(
 ) -> SettingRun:
     """Serve `workload` with the memory of `setting`. Raises ServeError when a request fails."""
     identity = Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry)
+    step_blocks = step_tokens // runner.geometry.block_tokens  # movement keeps pace with what a step computes
     config = KVStoreConfig(
         device_bytes=setting.device_bytes,
         host_bytes=setting.host_bytes,
         codec=setting.codec,
-        cool_blocks_per_step=step_tokens // runner.geometry.block_tokens,
+        cool_blocks_per_step=step_blocks,
+        spill_blocks_per_step=step_blocks,
     )
     with KVStore(runner.geometry, identity, config) as store:
         if store.slab is None:
