@@ -133,7 +133,7 @@ class ExtentLedger:
         self.retired.push(ids)
         self.unassigned.append(extent)
 
-    def swap_slots(self, first: int, second: int) -> None:
+    def exchange_slots(self, first: int, second: int) -> None:
         """Exchanges the slots (and with them the forms) of two ids of one group. Life words stay with the ids."""
         entry, class_of = self.entry_view, self.class_view
         first_class, second_class = class_of[first], class_of[second]

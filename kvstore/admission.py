@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from allocator import FULL, CapacityError, GroupKind
+from allocator import FULL, BlockTable, CapacityError, GroupKind
 from kvstore.sequence import Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Admitter:
         """The longest hit worth having: copies that are slower to load than to recompute are left out."""
         plan = self._residency.plan(root, hashes, exact)
         if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
-            plan = self._residency.cut(plan, root, hashes, exact, plan.device_blocks)
+            plan = self._residency.on_device(plan, root, hashes, exact)
         return plan
 
     def _worth_loading(self, plan: HitPlan) -> bool:
@@ -83,7 +83,33 @@ class Admitter:
             counts[name] = counts.get(name, 0) + self._geometry.block_tokens
         return counts
 
+    def check_fits(self, token_count: int) -> None:
+        """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
+        block_tokens, layout = self._geometry.block_tokens, self._pool.layout
+        for index, group in enumerate(self._geometry.groups):
+            held = token_count
+            if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
+                held = min(token_count, group.window_tokens + 2 * block_tokens)
+            needed = -(-held // block_tokens)
+            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
+            if needed > ever:
+                raise CapacityError(
+                    needed,
+                    ever,
+                    f"blocks of group {group.name!r} for a sequence of {token_count} tokens, more than the slab can "
+                    "ever hold: raise device_bytes or shorten the prompt",
+                    permanent=True,
+                )
+
     # -- admit --------------------------------------------------------------------------------------------------
+
+    def empty_tables(self) -> list[BlockTable]:
+        """One table a cache group."""
+        geometry = self._geometry
+        return [
+            BlockTable(self._pool, index, geometry.block_tokens, group.window_tokens)
+            for index, group in enumerate(geometry.groups)
+        ]
 
     def build_tables(self, sequence: Sequence, plan: HitPlan, needed_tokens: int) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
@@ -114,6 +140,10 @@ class Admitter:
             raise
         for group, group_plan in enumerate(plan.groups):
             self._fill_table(sequence, group, group_plan, fetched[group])
+        block_tokens = self._geometry.block_tokens
+        sequence.written = plan.blocks * block_tokens
+        if plan.lossy_at is not None:
+            sequence.lossy_from = plan.lossy_at * block_tokens
 
     def _require_room(self, group: int, plan: HitPlan, needed_tokens: int) -> None:
         block_tokens = self._geometry.block_tokens
@@ -168,6 +198,9 @@ class Admitter:
 
         A copy that is missing, late, torn or foreign is a miss: it and all after it are computed again.
         """
+        if not sequence.shared:  # a reset came between: what was stored before it counts for nothing
+            for copy in sequence.pending:
+                copy.outcome = False
         missing = {(copy.group, copy.position) for copy in sequence.pending if not copy.outcome}
         blocks = sequence.written // self._geometry.block_tokens
         while blocks and not all(

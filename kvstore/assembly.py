@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allocator import BlockPool, ExtentLayout
+from allocator import BlockPool, ConfigError, ExtentLayout
 from kvstore.admission import Admitter
+from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
+from kvstore.executor import InlineExecutor, ThreadExecutor
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
-from kvstore.tier import InlineExecutor, ThreadExecutor
 from kvstore.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore.config import KVStoreConfig
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.sequence import Sequence
-    from kvstore.tier import Executor, Tier
+    from kvstore.tier import Tier
     from quant import BlockCodec
 
 
@@ -44,6 +46,7 @@ class Parts:
     growth: Growth
     upkeep: Upkeep
     leases: Leases
+    arrivals: Arrivals
 
 
 def make_executor(kind: str) -> Executor:
@@ -62,6 +65,7 @@ def assemble(
     """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small."""
     from kvstore.device_blocks import AbsentDevice, DeviceBlocks, cold_slot_bytes, make_codec
 
+    _check_parts(geometry, device_name, tiers)
     codec = make_codec(config.codec, config.error_bound)
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
@@ -83,6 +87,8 @@ def assemble(
         metrics.evicted(len(ids))
 
     pool.on_evict = on_evict
+    admitter = Admitter(geometry, pool, residency, mover, costs)
+    growth = Growth(geometry, pool, device, mover, upkeep, metrics)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -92,11 +98,26 @@ def assemble(
         costs=costs,
         metrics=metrics,
         residency=residency,
-        admitter=Admitter(geometry, pool, residency, mover, costs),
-        growth=Growth(geometry, pool, device, mover, upkeep),
+        admitter=admitter,
+        growth=growth,
         upkeep=upkeep,
-        leases=Leases(pool),
+        leases=Leases(pool, config.lease_seconds),
+        arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, sequences),
     )
+
+
+def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | None) -> None:
+    for group in geometry.groups:
+        if group.lookahead_tokens:
+            raise ConfigError(
+                f"group {group.name!r}: got lookahead_tokens {group.lookahead_tokens}; expected 0, since blocks are "
+                "named before the tokens that such a group depends on are known"
+            )
+    names = [tier.name for tier in tiers or ()]
+    if len(set(names)) < len(names) or "device" in names:
+        raise ConfigError(f"tiers: got the names {names}; expected distinct ones, none of them 'device'")
+    if names and device_name == "absent":
+        raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
 def _host_tiers(config: KVStoreConfig, layout: ExtentLayout) -> tuple[Tier, ...]:

@@ -131,6 +131,9 @@ class StoreMetrics(Collector):
     def kept_raw(self, cause: str, blocks: int = 1) -> None:
         self.add("kept_raw_blocks", blocks, cause=cause)
 
+    def copied(self, blocks: int = 1) -> None:
+        self.add("copied_blocks", blocks)
+
     def spilled(self, tier: str, blocks: int) -> None:
         self.add("spilled_blocks", blocks, tier=tier)
 

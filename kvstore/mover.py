@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from allocator import BlockPool
     from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
-    from kvstore.tier import CopyKey, Executor, Tier, Transfer
+    from kvstore.tier import CopyKey, Tier, Transfer
 
 
 _COOL_QUEUE_BLOCKS = 1 << 16

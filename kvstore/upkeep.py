@@ -115,6 +115,10 @@ class Upkeep:
         for block_id in ids:
             self._names.pop(block_id, None)
 
+    def forget_all(self) -> None:
+        """After a reset: no block has a name under which it could be copied down."""
+        self._names.clear()
+
     def note_shortage(self, group: int) -> None:
         self._starved = group
 

@@ -6,6 +6,7 @@ import itertools
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from allocator import FULL, BlockPool, ExtentLayout, KVGeometry
 from benchmarks.rows import Stopwatch
@@ -29,16 +30,25 @@ class OwnSide:
         watch = Stopwatch(time.thread_time)
         for repeat in range(work.PASSES + 1):
             counted = watch if repeat else Stopwatch(time.thread_time)
+            if batch == 1:
+                with counted:
+                    one_by_one = [pool.allocate_one(0) for _ in range(work.POOL_BLOCKS)]
+                self._seal_every_other(pool, np.array(one_by_one), f"{round_number} {repeat}")
+                with counted:
+                    for block in one_by_one:
+                        pool.release_one(block)
+                continue
             with counted:
                 batches = [pool.allocate(0, batch, FULL) for _ in range(work.POOL_BLOCKS // batch)]
-            ids = np.concatenate(batches)
-            hashed = [position for position in range(len(ids)) if work.every_other(position)]
-            names = [f"{round_number} {repeat} {position}".encode().ljust(32) for position in hashed]
-            pool.seal_many(ids[hashed], names, True)
+            self._seal_every_other(pool, np.concatenate(batches), f"{round_number} {repeat}")
             with counted:
                 for blocks in batches:
                     pool.release(blocks[::-1])
         return watch.seconds / (work.PASSES * work.POOL_BLOCKS)
+
+    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.integer], name: str) -> None:
+        hashed = [position for position in range(len(ids)) if work.every_other(position)]
+        pool.seal_many(ids[hashed], [f"{name} {position}".encode().ljust(32) for position in hashed], True)
 
     def hash_prompt(self, round_number: int) -> float:
         tokens = work.prompt(round_number)
@@ -56,9 +66,10 @@ class OwnSide:
         chain = _chain([*tokens, 0])
         watch = Stopwatch(time.thread_time)
         with watch:
-            hit = store.lookup_hashes(chain.root, chain.hashes, chain.token_count)
+            for _ in range(work.REPEATS):
+                hit = store.lookup_hashes(chain.root, chain.hashes, chain.token_count)
         assert hit.tokens == work.PROMPT_TOKENS
-        return watch.seconds
+        return watch.seconds / work.REPEATS
 
     def admit(self, warm: bool, hashed: bool, round_number: int) -> float:
         store = self._store(work.PROMPT_BLOCKS)
@@ -72,11 +83,13 @@ class OwnSide:
 
     def free(self, round_number: int) -> float:
         store = self._store(work.PROMPT_BLOCKS)
-        sequence = self._admit(store, work.prompt(round_number), 0)
+        tokens = work.prompt(round_number)
         watch = Stopwatch(time.thread_time)
-        with watch:
-            store.finish(sequence)
-        return watch.seconds
+        for repeat in range(work.REPEATS):
+            sequence = self._admit(store, tokens, work.PROMPT_TOKENS - work.BLOCK_TOKENS if repeat else 0)
+            with watch:
+                store.finish(sequence)
+        return watch.seconds / work.REPEATS
 
     def decode_step(self, round_number: int) -> float:
         per_sequence = -(-(work.DECODE_PROMPT_TOKENS + work.DECODE_STEPS) // work.BLOCK_TOKENS)
