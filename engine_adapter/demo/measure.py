@@ -26,7 +26,7 @@ _TIMELINE_POINTS = 160
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Evenly thinned samples: each point is the largest value of its stretch of steps."""
+    """Evenly thinned samples: most tokens and sequences of each stretch of steps, and bytes of its fullest step."""
 
     seconds: tuple[float, ...]
     resident_tokens: tuple[int, ...]
@@ -192,9 +192,11 @@ def mean_waste(samples: Sequence[Sample]) -> float:
 
 
 def thinned(samples: Sequence[Sample], points: int = _TIMELINE_POINTS) -> Timeline:
-    """At most `points` points, each the largest of its stretch, so that no peak is lost."""
+    """At most `points` points, made so that no peak is lost and that bytes of one point were there together."""
     width = max(1, -(-len(samples) // points))
     stretches = [samples[start : start + width] for start in range(0, len(samples), width)]
+
+    fullest = [max(stretch, key=lambda sample: sample.device_bytes) for stretch in stretches]
 
     def largest(value: Callable[[Sample], int]) -> tuple[int, ...]:
         return tuple(max(value(sample) for sample in stretch) for stretch in stretches)
@@ -202,9 +204,9 @@ def thinned(samples: Sequence[Sample], points: int = _TIMELINE_POINTS) -> Timeli
     return Timeline(
         seconds=tuple(round(stretch[-1].seconds, 3) for stretch in stretches),
         resident_tokens=largest(lambda sample: sample.resident_tokens),
-        full_bytes=largest(lambda sample: sample.bytes_by_form["full"]),
-        int4_bytes=largest(lambda sample: sample.bytes_by_form["int4"]),
-        host_bytes=largest(lambda sample: sample.host_bytes),
+        full_bytes=tuple(sample.bytes_by_form["full"] for sample in fullest),
+        int4_bytes=tuple(sample.bytes_by_form["int4"] for sample in fullest),
+        host_bytes=tuple(sample.host_bytes for sample in fullest),
         running=largest(lambda sample: sample.running),
     )
 
