@@ -31,7 +31,8 @@ class CopyKey(_Fields):
 
     root and hash are 32 bytes; codec is a name of 1 to 16 ASCII characters; exact says that nothing lossy was read when
     the block was computed, whatever the codec does to it (only a raw copy of an exact block reads exact); heads and
-    layers are ranges within the cache group; parameters are the codec's canonical bytes (bit tables). UsageError says which field is wrong.
+    layers are ranges within the cache group; parameters are the codec's canonical bytes (bit tables). UsageError says
+    which field is wrong.
     """
 
     __slots__ = ()
