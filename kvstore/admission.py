@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
+    from kvstore.identity import HashChain
     from kvstore.mover import Mover
     from kvstore.residency import GroupPlan, HitPlan, Residency
 
@@ -49,6 +50,14 @@ class Admitter:
         if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
             plan = self._residency.on_device(plan, root, hashes, exact)
         return plan
+
+    def on_device(self, chain: HashChain, exact: bool) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """The blocks, by group, of the longest hit that needs nothing from below, and its tokens."""
+        usable = self.usable_hashes(chain.hashes, chain.token_count, None)
+        plan = self._residency.plan(chain.root, usable, exact)
+        plan = self._residency.on_device(plan, chain.root, usable, exact)
+        blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
+        return blocks, plan.blocks * self._geometry.block_tokens
 
     def _worth_loading(self, plan: HitPlan) -> bool:
         copies = [copy for group in plan.groups for copy in group.copies.values()]

@@ -40,3 +40,12 @@ def check_hashes(hashes: Sequence[bytes], token_count: int, block_tokens: int) -
             f"lookup_hashes: got {len(hashes)} hashes for {token_count} tokens; expected one for each full block of "
             f"{block_tokens} tokens, and at least one token"
         )
+
+
+def length(token_ids: Sequence[int]) -> int:
+    """How many token ids there are; UsageError for what has no length."""
+    try:
+        return len(token_ids)
+    except TypeError:
+        kind = type(token_ids).__name__
+        raise UsageError(f"token ids: got {kind}; expected a list of int or an integer array") from None

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.admission import Admitter
+    from kvstore.announce import Announcer
     from kvstore.growth import Growth
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import Sequence
@@ -27,6 +28,7 @@ class Arrivals:
         growth: Growth,
         upkeep: Upkeep,
         metrics: StoreMetrics,
+        announcer: Announcer,
         sequences: Mapping[str, Sequence],
     ) -> None:
         self._block_tokens = geometry.block_tokens
@@ -35,6 +37,7 @@ class Arrivals:
         self._growth = growth
         self._upkeep = upkeep
         self._metrics = metrics
+        self._announcer = announcer
         self._sequences = sequences
 
     def fetched(self, sequence: Sequence) -> None:
@@ -44,7 +47,13 @@ class Arrivals:
         planned = sequence.written // self._block_tokens
         pending = sequence.pending
         blocks = self._admitter.settle(sequence)
-        self._upkeep.remember_fetched(sequence, [copy for copy in pending if copy.outcome and copy.position < blocks])
+        adopted = [copy for copy in pending if copy.outcome and copy.position < blocks]
+        self._upkeep.remember_fetched(sequence, adopted)
+        if self._announcer.heard:
+            hashes = sequence.chain.hashes
+            for copy in adopted:
+                parent = hashes[copy.position - 1] if copy.position else None
+                self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
         if blocks < planned:
             ready = blocks * self._block_tokens
             self._growth.truncate(sequence, ready)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from allocator import BlockPool, ConfigError, ExtentLayout
 from kvstore.admission import Admitter
+from kvstore.announce import Announcer
 from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
-from kvstore.executor import InlineExecutor, ThreadExecutor
+from kvstore.events import EventStream
+from kvstore.executor import make_executor
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
@@ -47,11 +49,7 @@ class Parts:
     upkeep: Upkeep
     leases: Leases
     arrivals: Arrivals
-
-
-def make_executor(kind: str) -> Executor:
-    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
-    return InlineExecutor() if kind == "inline" else ThreadExecutor()
+    announcer: Announcer
 
 
 def assemble(
@@ -60,6 +58,7 @@ def assemble(
     device_name: str,
     tiers: Items[Tier] | None,
     sequences: Mapping[str, Sequence],
+    epoch: int,
     waker: Callable[[], None],
 ) -> Parts:
     """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small."""
@@ -70,6 +69,7 @@ def assemble(
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
+    announcer = Announcer(EventStream(epoch=epoch, queue_limit=config.event_queue_limit), codec.name if codec else None)
     pool = BlockPool(layout)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
     if tiers is None:
@@ -79,16 +79,27 @@ def assemble(
     executor = make_executor(config.io_threads)
     costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
     residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
-    mover = Mover(pool, device, executor, metrics, costs, spill_inflight_limit=config.spill_queue_blocks, waker=waker)
+    mover = Mover(
+        pool,
+        device,
+        executor,
+        metrics,
+        costs,
+        cool_queue_limit=config.cool_queue_blocks,
+        spill_inflight_limit=config.spill_queue_blocks,
+        waker=waker,
+    )
     upkeep = Upkeep(geometry, pool, device, residency, mover, tuple(tiers), config, sequences, cools=codec is not None)
 
     def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
         upkeep.forget(ids)
         metrics.evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
     admitter = Admitter(geometry, pool, residency, mover, costs)
-    growth = Growth(geometry, pool, device, mover, upkeep, metrics)
+    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -101,8 +112,9 @@ def assemble(
         admitter=admitter,
         growth=growth,
         upkeep=upkeep,
+        announcer=announcer,
         leases=Leases(pool, config.lease_seconds),
-        arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, sequences),
+        arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, announcer, sequences),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
+from kvstore.arguments import length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from allocator import BlockPool, BlockTable, KVGeometry
+    from kvstore.announce import Announcer
     from kvstore.device_blocks import BlockBytes
     from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
@@ -41,6 +43,9 @@ class Growth:
         mover: Mover,
         upkeep: Upkeep,
         metrics: StoreMetrics,
+        announcer: Announcer,
+        *,
+        poison: bool = False,
     ) -> None:
         self.computed_tokens = 0  # since the last step, which hands them to the metrics
         self._pool = pool
@@ -48,6 +53,8 @@ class Growth:
         self._mover = mover
         self._upkeep = upkeep
         self._metrics = metrics
+        self._announcer = announcer
+        self._poison = poison
         self._block_tokens = geometry.block_tokens
         self._windows = [group.window_tokens for group in geometry.groups]
         self._one_group = len(geometry.groups) == 1
@@ -86,6 +93,8 @@ class Growth:
         table.append(fresh)
         if sequence.exact:
             self._pool.hold_exact(fresh.tolist())
+        if self._poison:
+            self._device.poison(table.group, [self._pool.slot_of(one) for one in fresh.tolist()])
         if short % self._block_tokens:
             # attention masks the unwritten end of the last block, but a mask does not remove NaN
             self._device.zero_tail(table.group, self._pool.slot_of(int(fresh[-1])), short % self._block_tokens)
@@ -160,7 +169,7 @@ class Growth:
     # -- commit -------------------------------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        count = len(token_ids)
+        count = length(token_ids)
         start = sequence.committed
         if start + count > sequence.written:
             raise self._beyond_written(sequence, count)
@@ -231,6 +240,8 @@ class Growth:
         canonical = self._pool.seal_many(ids, hashes[start:stop], exact)
         for offset in np.flatnonzero(canonical != ids).tolist():
             table.replace(start + offset, int(canonical[offset]))
+        if self._announcer.heard:
+            self._announcer.sealed(table.group, hashes, start, (canonical == ids).tolist(), exact)
         if self._upkeep.names_blocks:
             parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
             self._upkeep.remember(canonical.tolist(), sequence.root, parents)

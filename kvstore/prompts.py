@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allocator import ConfigError, UsageError
+from kvstore.arguments import length
 from kvstore.identity import HashChain, Identity
 
 if TYPE_CHECKING:
@@ -69,13 +70,7 @@ class Prompts:
         """The caller's own chain over a prompt of at least one token, hashed here or (a HashChain) before."""
         if isinstance(token_ids, HashChain):
             return self._hashed_before(token_ids, media, identity)
-        try:
-            count = len(token_ids)
-        except TypeError:
-            raise UsageError(
-                f"token ids: got {type(token_ids).__name__}; expected a list of int or an integer array"
-            ) from None
-        if not count:
+        if not length(token_ids):
             raise UsageError("an empty prompt has nothing to compute: give at least one token id")
         own, root = self._current
         if identity is not None:

@@ -172,9 +172,13 @@ class QueuedTier(Tier):
         if refused:
             self._finish(transfer, [ResultCode.FULL if kind is TransferKind.PUT else ResultCode.FAILED] * len(jobs))
             return transfer
-        if kind is TransferKind.GET:
-            transfer._claims = self._claim(jobs)
-        self._executor.submit(partial(self._run, transfer))
+        try:
+            if kind is TransferKind.GET:
+                transfer._claims = self._claim(jobs)
+            self._executor.submit(partial(self._run, transfer))
+        except Exception as error:  # counted by cause: an executor that takes nothing is a transfer that failed
+            self._count(f"failed_{type(error).__name__}")
+            self._finish(transfer, [ResultCode.FAILED] * len(jobs))
         return transfer
 
     def _run(self, transfer: Transfer) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from allocator import (
     DuplicateSequence,
     KVGeometry,
-    TierError,
     UnknownSequence,
     UsageError,
 )
@@ -27,7 +26,8 @@ from kvstore.config import KVStoreConfig
 from kvstore.prompts import Prompts
 from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
 from kvstore.store_checks import check_store
-from kvstore.upkeep import StepReport, StoreUsage
+from kvstore.upkeep import StepReport
+from kvstore.usage import StoreUsage, measure, state_gauges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,13 +73,15 @@ class KVStore:
         self._arrived = threading.Event()
         self._sequences: dict[str, Sequence] = {}
         self._closed = False
-        parts = assemble(geometry, self.config, device, tiers, self._sequences, self._arrived.set)
+        parts = assemble(geometry, self.config, device, tiers, self._sequences, identity.epoch, self._arrived.set)
         self.pool = parts.pool
         self.metrics = parts.metrics
         self.cold_codec = parts.cold_codec
         self._parts = parts
         self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
         self._arrivals = parts.arrivals
+        self.events = parts.announcer.events
+        self.metrics.before_reading = self._state_gauges
 
     # -- what others may look at --------------------------------------------------------------------------------
 
@@ -172,11 +174,7 @@ class KVStore:
         chain = self._prompts.chain(token_ids, media, identity)
         with self._lock:
             self._check_open()
-            usable = self._admitter.usable_hashes(chain.hashes, chain.token_count, None)
-            plan = self._parts.residency.plan(chain.root, usable, exact)
-            plan = self._parts.residency.on_device(plan, chain.root, usable, exact)
-            blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
-            tokens = plan.blocks * self.geometry.block_tokens
+            blocks, tokens = self._admitter.on_device(chain, exact)
             return self._parts.leases.grant(blocks, tokens, self._clock() + seconds)
 
     def unpin(self, lease: Lease) -> None:
@@ -383,13 +381,17 @@ class KVStore:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
-            if not self._upkeep.mover.in_flight_blocks:
+            if self._closed or not self._upkeep.mover.in_flight_blocks:
                 return False
         return self._arrived.wait(timeout_seconds)
 
     def usage(self) -> StoreUsage:
         with self._lock:
-            return self._upkeep.usage()
+            return measure(self.geometry, self.pool, list(self._sequences.values()))
+
+    def _state_gauges(self) -> None:
+        with self._lock:
+            state_gauges(self.metrics, self.usage(), self._upkeep.mover.depths(), self.tiers)
 
     def reset(self) -> None:
         """The weights changed in place: nothing stored before is ever served again.
@@ -399,19 +401,12 @@ class KVStore:
         """
         with self._lock:
             self._check_open()
-            self._prompts.raise_epoch()
+            epoch = self._prompts.raise_epoch()
             for sequence in self._sequences.values():
                 sequence.shared = False
             self.pool.forget_names()
-            self._upkeep.forget_all()
-            failures = []
-            for tier in self._parts.tiers:
-                try:
-                    tier.clear()
-                except TierError as error:
-                    failures.append(f"{tier.name}: {error}")
-            if failures:
-                raise TierError("reset did not reach every tier: " + "; ".join(failures))
+            self.events.begin_epoch(epoch)
+            self._upkeep.clear()
 
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""

@@ -167,6 +167,11 @@ class Tier(ABC):
         """Drop everything, pins included, and cancel what is queued. TierError when that cannot be promised."""
 
     @property
+    def orphan_count(self) -> int:
+        """Copies whose parent block has none here; 0 for a tier that does not know."""
+        return 0
+
+    @property
     @abstractmethod
     def used_bytes(self) -> int: ...
 
