@@ -120,11 +120,13 @@ class Admitter:
             for index, group in enumerate(geometry.groups)
         ]
 
-    def build_tables(self, sequence: Sequence, plan: HitPlan, needed_tokens: int) -> None:
+    def build_tables(
+        self, sequence: Sequence, plan: HitPlan, needed_tokens: int, spare_blocks: Items[int] = ()
+    ) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
 
-        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit;
-        `transient` when transfers in flight may free memory.
+        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more, and
+        `spare_blocks` (by group) besides, does not fit; `transient` when transfers in flight may free memory.
         """
         pool = self._pool
         shared: list[list[int]] = []
@@ -139,7 +141,7 @@ class Admitter:
                 for form in sorted({copy.form for copy in group_plan.copies.values()}):
                     count = sum(copy.form == form for copy in group_plan.copies.values())
                     fetched[group] += pool.allocate(group, count, form).tolist()
-                self._require_room(group, plan, needed_tokens)
+                self._require_room(group, needed_tokens, spare_blocks[group] if spare_blocks else 0)
         except CapacityError as error:
             error.transient = self._mover.in_flight_blocks > 0
             for ids in fetched:
@@ -154,12 +156,12 @@ class Admitter:
         if plan.lossy_at is not None:
             sequence.lossy_from = plan.lossy_at * block_tokens
 
-    def _require_room(self, group: int, plan: HitPlan, needed_tokens: int) -> None:
+    def _require_room(self, group: int, needed_tokens: int, spare_blocks: int) -> None:
         block_tokens = self._geometry.block_tokens
         kv_group = self._geometry.groups[group]
         if kv_group.kind is GroupKind.SLIDING and kv_group.window_tokens is not None:
             needed_tokens = min(needed_tokens, kv_group.window_tokens + block_tokens)
-        needed = -(-needed_tokens // block_tokens)
+        needed = -(-needed_tokens // block_tokens) + spare_blocks
         available = self._pool.available(group, FULL)
         if needed > available:
             raise CapacityError(needed, available, f"more blocks of group {kv_group.name!r} to admit the prompt")

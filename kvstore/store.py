@@ -195,6 +195,7 @@ class KVStore:
         identity: Identity | None = None,
         prompt_tokens: int | None = None,
         private_from: int | None = None,
+        spare_blocks: Items[int] = (),
     ) -> Admission:
         """Begin a sequence: share what is there, start fetching what lies lower.
 
@@ -202,6 +203,7 @@ class KVStore:
         lease: given back once the sequence has references of its own; one that has ended is a miss, not an error.
         prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption).
         private_from: blocks from that token position on are neither shared nor named.
+        spare_blocks: blocks by cache group that must be left for others once the whole prompt has its own.
         Raises CapacityError with nothing changed: `permanent` when the prompt can never fit, else when it does not
         fit now; DuplicateSequence; LeaseError for another store's lease; UsageError for an empty prompt, token ids out
         of range, or counts outside the prompt.
@@ -230,7 +232,8 @@ class KVStore:
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
-            self._admitter.build_tables(sequence, plan, token_count - plan.blocks * self.geometry.block_tokens)
+            missing = token_count - plan.blocks * self.geometry.block_tokens
+            self._admitter.build_tables(sequence, plan, missing, spare_blocks)
             self._sequences[sequence_id] = sequence
             self._parts.leases.take_over(lease)
             if sequence.pending:

@@ -44,6 +44,7 @@ class StepReport:
 class _Name:
     root: bytes
     parent: bytes | None
+    copied: tuple[int, int] | None = None  # (form, when it became idle) of the copy that was last asked for
 
 
 @dataclass(slots=True)
@@ -230,13 +231,21 @@ class Upkeep:
         )
 
     def _spill(self, ids: Items[int]) -> None:
-        """Submit copies of those blocks that have a name and no copy in the first tier yet."""
+        """Submit copies of those blocks that have a name and no copy in the first tier yet.
+
+        Once for each time a block is idle: a tier that is smaller than one step's copies would be written round and
+        round otherwise, and a copy that was dropped from it for a better one would come back.
+        """
         pool, tier = self.pool, self.tiers[0]
         named: list[tuple[int, CopyKey, bytes | None]] = []
         for block_id in ids:
             block_hash, name = pool.hash_of(block_id), self._names.get(block_id)
             if block_hash is None or name is None or pool.in_flight(block_id):
                 continue
+            life = (pool.form_of(block_id), pool.idle_since(block_id))
+            if name.copied == life:
+                continue
+            name.copied = life
             key = self.residency.copy_key(
                 name.root, pool.group_of(block_id), block_hash, pool.form_of(block_id), pool.computed_exact(block_id)
             )

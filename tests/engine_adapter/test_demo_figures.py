@@ -119,6 +119,15 @@ def test_a_thinned_timeline_keeps_every_peak() -> None:
     assert thinned(samples[:3]).resident_tokens == (0, 1, 2)
 
 
+def test_bytes_of_a_thinned_point_were_there_together() -> None:
+    steps = [
+        dataclasses.replace(sample(), bytes_by_form={"full": full, "int4": int4})
+        for full, int4 in ((90, 0), (10, 85), (60, 40))
+    ]
+    timeline = thinned(steps, points=1)
+    assert (timeline.full_bytes, timeline.int4_bytes) == ((60,), (40,))
+
+
 def failed(found: list[Promise]) -> set[str]:
     return {promise.name for promise in found if promise.held is False}
 
