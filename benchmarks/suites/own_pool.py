@@ -40,13 +40,13 @@ class OwnSide:
                 continue
             with counted:
                 batches = [pool.allocate(0, batch, FULL) for _ in range(work.POOL_BLOCKS // batch)]
-            self._seal_every_other(pool, np.concatenate(batches), f"{round_number} {repeat}")
+            self._seal_every_other(pool, np.concatenate(batches).astype(np.int32), f"{round_number} {repeat}")
             with counted:
                 for blocks in batches:
                     pool.release(blocks[::-1])
         return watch.seconds / (work.PASSES * work.POOL_BLOCKS)
 
-    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.integer], name: str) -> None:
+    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.int32], name: str) -> None:
         hashed = [position for position in range(len(ids)) if work.every_other(position)]
         pool.seal_many(ids[hashed], [f"{name} {position}".encode().ljust(32) for position in hashed], True)
 
