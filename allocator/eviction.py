@@ -151,7 +151,7 @@ class LRU(EvictionPolicy):
         while segments:
             tick, block_id, _ = segments[0]
             if type(block_id) is not int:
-                few = [] if segments[0][2] else self._victims_few(1)
+                few = self._victims_few(1, runs=False)  # stale entries may lie before a run, which goes as one
                 return few[0] if few else -1
             segments.popleft()
             self._entries -= 1
@@ -197,8 +197,8 @@ class LRU(EvictionPolicy):
         self._count -= len(victims)
         return victims
 
-    def _victims_few(self, count: int) -> list[int]:
-        """`victims` for a small count, all usable, in plain Python."""
+    def _victims_few(self, count: int, *, runs: bool = True) -> list[int]:
+        """`victims` for a small count, all usable, in plain Python; without `runs` it ends before a run."""
         segments, stamps = self._segments, self._stamps
         taken: list[int] = []
         while segments and len(taken) < count:
@@ -209,6 +209,8 @@ class LRU(EvictionPolicy):
                 if stamps[ids] == tick:
                     taken.append(ids)
                 continue
+            if run and not runs:
+                break
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
                 segments[0] = (tick, ids, run)
