@@ -10,6 +10,7 @@ changes class keeps its age. A sliding-window run is one hit point: when one of 
 from __future__ import annotations
 
 import heapq
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,15 +19,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-Usable: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
+Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.intp]"
+Usable: TypeAlias = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 _Segment: TypeAlias = tuple[int, "int | list[int] | Ids", bool]
 
 _SMALL = 32
 
 
 class EvictionPolicy(ABC):
-    """Order of the idle blocks of one slot class. Ids are int32; batches are in the order of release."""
+    """Order of the idle blocks of one slot class. Ids are integers, arrays of them int32 or intp; batches are in the order of release."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def peek(self, count: int, usable: Usable | None = None) -> Ids:
+    def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
         """The `count` blocks nearest to eviction, without taking them out."""
 
     @abstractmethod
@@ -215,6 +216,11 @@ class LRU(EvictionPolicy):
             assert isinstance(ids, list)
             cursor = start = self._cursor
             end = len(ids)
+            if not start and (run or end <= count - len(taken)):
+                taken += [block_id for block_id in ids if stamps[block_id] == tick]
+                segments.popleft()
+                self._entries -= end
+                continue
             while cursor < end and (run or len(taken) < count):
                 block_id = ids[cursor]
                 cursor += 1
@@ -246,13 +252,14 @@ class LRU(EvictionPolicy):
             stamps = self._stamps
             live = [block_id for block_id in ids if stamps[block_id] == tick]
             return (live, []) if run or len(live) <= need else (live[:need], live[need:])
-        array = np.asarray(ids, dtype=np.int32)
-        fresh = array[self._stamp[array] == tick]
+        array = np.asarray(ids, dtype=np.intp)
+        stamps_now = self._stamp[array]
+        fresh = array if stamps_now.tobytes() == _repeated(tick, len(array)) else array[stamps_now == tick]
         if usable is None:
             if run or len(fresh) <= need:
                 return fresh, []
-            return fresh[:need].copy(), fresh[need:].copy()
-        allowed = usable(fresh)
+            return fresh[:need], fresh[need:]
+        allowed = usable(fresh.astype(np.int32))
         places = np.flatnonzero(allowed)
         if not run:
             places = places[:need]
@@ -260,10 +267,10 @@ class LRU(EvictionPolicy):
         stay[places] = False
         return fresh[places], fresh[stay]
 
-    def peek(self, count: int, usable: Usable | None = None) -> Ids:
+    def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
         self._fold_cursor()
         late = sorted(self._late)
-        found: list[Ids] = []
+        found: list[npt.NDArray[np.int32]] = []
         need = count
         for tick, ids in self._in_order(late):
             array = np.atleast_1d(np.asarray(ids, dtype=np.int32))
@@ -303,19 +310,10 @@ class LRU(EvictionPolicy):
         heapq.heapify(self._late)
 
 
+def _repeated(tick: int, count: int) -> bytes:
+    return tick.to_bytes(8, sys.byteorder) * count
+
+
 def _joined(pieces: list[Ids | list[int]]) -> Ids:
-    if len(pieces) == 1:
-        return np.asarray(pieces[0], dtype=np.int32)
-    small: list[int] = []
-    arrays: list[Ids] = []
-    for piece in pieces:
-        if isinstance(piece, list):
-            small.extend(piece)
-        else:
-            if small:
-                arrays.append(np.array(small, dtype=np.int32))
-                small = []
-            arrays.append(piece)
-    if small or not arrays:
-        arrays.append(np.array(small, dtype=np.int32))
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    arrays = [np.asarray(piece, dtype=np.intp) for piece in pieces]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [np.empty(0, dtype=np.intp)])

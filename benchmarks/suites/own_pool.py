@@ -33,7 +33,7 @@ class OwnSide:
             if batch == 1:
                 with counted:
                     one_by_one = [pool.allocate_one(0) for _ in range(work.POOL_BLOCKS)]
-                self._seal_every_other(pool, np.array(one_by_one), f"{round_number} {repeat}")
+                self._seal_every_other(pool, np.array(one_by_one, dtype=np.int32), f"{round_number} {repeat}")
                 with counted:
                     for block in one_by_one:
                         pool.release_one(block)
@@ -46,7 +46,7 @@ class OwnSide:
                     pool.release(blocks[::-1])
         return watch.seconds / (work.PASSES * work.POOL_BLOCKS)
 
-    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.integer], name: str) -> None:
+    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.int32], name: str) -> None:
         hashed = [position for position in range(len(ids)) if work.every_other(position)]
         pool.seal_many(ids[hashed], [f"{name} {position}".encode().ljust(32) for position in hashed], True)
 
