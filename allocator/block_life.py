@@ -178,9 +178,7 @@ class BlockLife:
         try:
             self._order[places] = self._numbers[:count]
         except IndexError:
-            raise UsageError(
-                f"expected block ids in 0..{self.ledger.id_capacity - 1} to {verb}, got {ids}"
-            ) from None
+            raise UsageError(f"expected block ids in 0..{self.ledger.id_capacity - 1} to {verb}, got {ids}") from None
         if self._order[places].tobytes() != self._raw_numbers[: 4 * count]:
             raise UsageError(f"expected distinct blocks to {verb}, got {ids}")
         return places, self._life[places]

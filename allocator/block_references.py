@@ -81,31 +81,33 @@ class BlockReferences(BlockLife):
                     return self._allocate_evicting(index, count)
             make_room(self, index, count)
         free.count = start = free.count - count
-        ids = free.ids[start : start + count].copy()
-        self._life[ids.astype(np.intp)] = OPEN_ONCE
-        return ids
+        places = free.ids[start : start + count]
+        self._life[places] = OPEN_ONCE
+        return places.astype(np.int32)
 
     def _allocate_evicting(self, index: int, count: int) -> Ids:
         """A small batch from what is free and, for the rest, idle blocks of the class, without a detour."""
-        free = self._free[index]
-        missing = count - free.count
-        victims = self._evict_few(index, missing)
-        ids = free.view[: free.count].tolist() + victims[:missing]
-        free.count = 0
-        words = self._words
-        for block_id in ids:
-            words[block_id] = OPEN_ONCE
-        surplus = victims[missing:]
-        if surplus:
+        free, words = self._free[index], self._words
+        ids = self._evict_few(index, count - free.count)
+        if free.count:
+            ids = free.view[: free.count].tolist() + ids
+            free.count = 0
+        if len(ids) > count:  # the last of them was part of a run
+            surplus = ids[count:]
+            del ids[count:]
             for block_id in surplus:
                 words[block_id] = FREE
             self._push_free(surplus)
+        for block_id in ids:
+            words[block_id] = OPEN_ONCE
         return np.array(ids, dtype=np.int32)
 
     def _eviction_is_next(self, index: int) -> bool:
         """Whether `make_room` would find nothing before its third step, eviction inside the class."""
         ledger = self.ledger
-        return len(ledger.unassigned) <= self.layout.spare_count and not ledger.may_have_empty(index)
+        if len(ledger.unassigned) > self.layout.spare_count:
+            return False
+        return ledger.only_class == index or not ledger.may_have_empty(index)
 
     # -- references ---------------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class BlockReferences(BlockLife):
         words = self._words
         index = self.ledger.only_class
         idle: list[int] = []
-        opened = 0
+        start = top = 0
         try:
             if index < 0:
                 classes = self._classes
@@ -152,7 +154,8 @@ class BlockReferences(BlockLife):
                     if classes[block_id] != index:
                         return False
             free = self._free[index]
-            view, start = free.view, free.count
+            view = free.view
+            start = top = free.count
             # Words change while the batch is read, so that a block given twice is found by its second word.
             for block_id in batch:
                 word = words[block_id]
@@ -161,21 +164,22 @@ class BlockReferences(BlockLife):
                     idle.append(block_id)
                 elif word == OPEN_ONCE and block_id >= 0:
                     words[block_id] = FREE
-                    view[start + opened] = block_id
-                    opened += 1
+                    view[top] = block_id
+                    top += 1
                 else:
                     break
             else:
-                free.count = start + opened
-                self.ledger.frees[index] += opened
+                if top > start:
+                    free.count = top
+                    self.ledger.frees[index] += top - start
                 if idle:
                     self.idle_counts[index] += len(idle)
                     self.tick = tick = self.tick + 1
                     self.policies[index].idle(idle, tick, run)
                 return True
         except IndexError:
-            pass  # an id that does not exist: told by the caller
-        for block_id in batch[: len(idle) + opened]:
+            pass  # an id that does not exist: the caller tells
+        for block_id in batch[: len(idle) + top - start]:
             words[block_id] = SEALED_ONCE if words[block_id] == IDLE else OPEN_ONCE
         return False
 
@@ -187,25 +191,27 @@ class BlockReferences(BlockLife):
 
     def release_one(self, block_id: int) -> None:
         """`release([block_id])`."""
-        if block_id == -1:
-            return
         words = self._words
-        word = words[self._checked(block_id)]
-        if word == OPEN_ONCE:
+        try:
+            word = words[block_id]
+        except IndexError:
+            self._checked(block_id)
+            raise
+        if word == OPEN_ONCE and block_id >= 0:
             words[block_id] = FREE
             index = self._classes[block_id]
             free = self._free[index]
             free.view[free.count] = block_id
             free.count += 1
             self.ledger.frees[index] += 1
-        elif word == SEALED_ONCE:
+        elif word == SEALED_ONCE and block_id >= 0:
             words[block_id] = IDLE
             index = self._classes[block_id]
             self.idle_counts[index] += 1
             self.tick = tick = self.tick + 1
             self.policies[index].idle_one(block_id, tick)
-        else:
-            self._check_release(block_id, word)
+        elif block_id != -1:
+            self._check_release(self._checked(block_id), word)
             idle: list[int] = []
             self._drop_reference(block_id, idle)
             if idle:

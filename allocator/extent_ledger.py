@@ -23,16 +23,16 @@ from allocator.block_state import FREE, HELD, IDLE, RETIRED, STATE
 from allocator.extents import ExtentLayout
 
 Ids: TypeAlias = npt.NDArray[np.int32]
-Places: TypeAlias = npt.NDArray[np.intp]  # ids inside the pool: an index of any other type costs numpy several times more
+Places: TypeAlias = npt.NDArray[np.intp]  # ids inside the pool: numpy converts an index of any other type on each use
 
 
 class FreeList:
-    """Stack of FREE ids of one class: an int32 array, and a memoryview of it for scalars."""
+    """Stack of FREE ids of one class: an array, and a memoryview of it for scalars."""
 
     __slots__ = ("count", "ids", "view")
 
     def __init__(self, capacity: int) -> None:
-        self.ids: Ids = np.zeros(max(1, capacity), dtype=np.int32)
+        self.ids: Places = np.zeros(max(1, capacity), dtype=np.intp)
         self.view = self.ids.data
         self.count = 0
 
@@ -42,12 +42,12 @@ class FreeList:
         self.ids[self.count : end] = ids
         self.count = end
 
-    def take(self, count: int) -> Ids:
+    def take(self, count: int) -> Places:
         """The `count` topmost ids, as an array that owns its memory."""
         self.count -= count
         return self.ids[self.count : self.count + count].copy()
 
-    def held(self) -> Ids:
+    def held(self) -> Places:
         """View of all ids in the list; for checks and filters, not to be kept."""
         return self.ids[: self.count]
 
