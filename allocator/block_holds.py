@@ -110,6 +110,12 @@ class BlockHolds(BlockReferences):
         """Whether the block is sealed and without references: still a hit, next to be evicted."""
         return self._words[self._checked(block_id)] & STATE == IDLE
 
+    def idle_since(self, block_id: int) -> int:
+        """When the block became idle, on the pool's own count; 0 while it is not idle."""
+        if not self.is_idle(block_id):
+            return 0
+        return self.policies[self._classes[block_id]].since(block_id)
+
     def ref_count(self, block_id: int) -> int:
         """References to the block."""
         return self._words[self._checked(block_id)] >> REFERENCE_SHIFT

@@ -32,6 +32,7 @@ from allocator.block_state import (
     SEALED,
     SEALED_ONCE,
     STATE,
+    UNINDEXED,
     BlockState,
 )
 from allocator.compaction import Compaction
@@ -174,6 +175,20 @@ class BlockPool(Compaction):
         idle = np.flatnonzero(words & (STATE | HELD) == IDLE).astype(np.int32)
         self.evict(idle)
         return len(idle)
+
+    def forget_names(self) -> None:
+        """No block is a hit any more: idle blocks go (held ones when they are let go), live ones stay, unnamed."""
+        self.drop_all_idle()
+        for index in self.indexes:
+            for names in (index.exact, index.lossy):
+                for block_id in names.values():
+                    word = self._words[block_id]
+                    if word & STATE == IDLE:
+                        self._leave_idle(np.array([block_id], dtype=np.int32), busy=False)
+                        self._to_free(block_id)
+                    else:
+                        self._words[block_id] = word | UNINDEXED
+                names.clear()
 
     def restore_spare(self) -> bool:
         """Puts an empty extent aside for cooling if none is. False when there is none: compact, or wait."""

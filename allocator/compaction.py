@@ -91,7 +91,7 @@ class Compaction(Cooling):
         if not self._may_change(move.block_id):
             self._end_change(move.block_id, move.target_id)
             return False
-        self.ledger.swap_slots(move.block_id, move.target_id)
+        self.ledger.exchange_slots(move.block_id, move.target_id)
         self._end_change(move.block_id, move.target_id)
         extent = move.source_slot // self.layout.per_extent[move.class_index]
         owners = self.ledger.slot_owners(extent)

@@ -73,7 +73,7 @@ class Cooling(BlockHolds):
         since = self.policies[full].since(block_id) if idle else 0
         if idle:
             self._leave_idle(np.array([block_id], dtype=np.int32), busy=False)
-        self.ledger.swap_slots(block_id, target)
+        self.ledger.exchange_slots(block_id, target)
         self.fenced_counts[cold] -= 1
         self.fenced_counts[full] += 1
         named = self._rename_lossy(block_id)

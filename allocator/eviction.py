@@ -148,7 +148,7 @@ class LRU(EvictionPolicy):
         while segments:
             tick, block_id, _ = segments[0]
             if type(block_id) is not int:
-                few = [] if segments[0][2] else self._victims_few(1)
+                few = self._victims_few(1, runs=False)  # stale entries may lie before a run, which goes as one
                 return few[0] if few else -1
             segments.popleft()
             if stamps[block_id] == tick:
@@ -194,15 +194,15 @@ class LRU(EvictionPolicy):
         self._count -= len(victims)
         return victims
 
-    def _victims_few(self, count: int) -> list[int]:
-        """`victims` for a small count, all usable, in plain Python."""
+    def _victims_few(self, count: int, *, runs: bool = True) -> list[int]:
+        """`victims` for a small count, all usable, in plain Python; without `runs` it ends before a run."""
         segments, stamps = self._segments, self._stamps
         taken: list[int] = []
         need = count
         if not self._stale and not self._cursor:  # whole segments need no look at their entries
             while need > 0 and segments:
                 _, ids, run = segments[0]
-                if type(ids) is not list or (len(ids) > need and not run):
+                if type(ids) is not list or (len(ids) > need and not run) or (run and not runs):
                     break
                 taken += ids
                 need -= len(ids)
@@ -217,6 +217,8 @@ class LRU(EvictionPolicy):
                 else:
                     self._stale -= 1
                 continue
+            if run and not runs:
+                break
             if type(ids) is not list:
                 ids = ids.tolist()  # type: ignore[union-attr]
                 segments[0] = (tick, ids, run)

@@ -141,7 +141,7 @@ class ExtentLedger:
         used = [index for index, extents in enumerate(self.extents_in_use) if extents]
         self.only_class = used[0] if len(used) == 1 else -1
 
-    def swap_slots(self, first: int, second: int) -> None:
+    def exchange_slots(self, first: int, second: int) -> None:
         """Exchanges the slots (and with them the forms) of two ids of one group. Life words stay with the ids."""
         entry, class_of = self.entry_view, self.class_view
         first_class, second_class = class_of[first], class_of[second]

@@ -76,11 +76,18 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def reserve(
-        self, sequence_id: str, token_ids: Sequence[int], *, exact: bool = False, prompt_tokens: int | None = None
+        self,
+        sequence_id: str,
+        token_ids: Sequence[int],
+        *,
+        exact: bool = False,
+        prompt_tokens: int | None = None,
+        spare_blocks: Sequence[int] = (),
     ) -> Reservation:
         """Take the longest usable prefix of `token_ids` for a new sequence; at least one token is left to compute.
 
         prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption); default all.
+        spare_blocks: blocks by cache group that must be left for others once the whole prompt has its own.
         Raises CapacityError (nothing is held then), DuplicateSequence, UsageError.
         """
 
@@ -182,13 +189,21 @@ class StoreAdapter(EngineAdapter):
         return None if self._store is None else self._store.geometry
 
     def reserve(
-        self, sequence_id: str, token_ids: Sequence[int], *, exact: bool = False, prompt_tokens: int | None = None
+        self,
+        sequence_id: str,
+        token_ids: Sequence[int],
+        *,
+        exact: bool = False,
+        prompt_tokens: int | None = None,
+        spare_blocks: Sequence[int] = (),
     ) -> Reservation:
         if self._store is None:
             return Reservation(sequence_id, 0, 0)
         if sequence_id in self._loading:
             raise DuplicateSequence(f"sequence {sequence_id!r} is still loading")
-        given = self._store.admit(sequence_id, token_ids, exact=exact, prompt_tokens=prompt_tokens)
+        given = self._store.admit(
+            sequence_id, token_ids, exact=exact, prompt_tokens=prompt_tokens, spare_blocks=spare_blocks
+        )
         if given.pending_tokens > 0:
             self._loading[sequence_id] = self._clock() + self._load_deadline_seconds
         return Reservation(sequence_id, given.reused_tokens, given.pending_tokens, given.by_tier)

@@ -235,6 +235,7 @@ class Scheduler:
                 stream.tokens,
                 exact=stream.request.exact,
                 prompt_tokens=len(stream.request.token_ids),
+                spare_blocks=() if alone else self._spare_blocks(),
             )
         except CapacityError as error:
             if error.permanent or (alone and not error.transient):
@@ -247,10 +248,6 @@ class Scheduler:
             self.remove(stream)
             self._on_failed(stream, error)
             return True
-        if not alone and not self._has_room(stream, given.ready_tokens + given.pending_tokens):
-            self._adapter.abort(stream.sequence_id)
-            self._held_back = (stream, self._available())
-            return False
         self.remove(stream)
         stream.expected_tiers = dict(given.by_tier)
         self._on_admitted(stream)
@@ -279,17 +276,14 @@ class Scheduler:
     def _available(self) -> tuple[int, ...]:
         return tuple(self._store.pool.available(group) for group in range(len(self.geometry.groups)))
 
-    def _has_room(self, stream: Stream, held_tokens: int) -> bool:
-        """True when the whole prompt of `stream` and of all that run fits, with one block to decode into each."""
-        for group, available in enumerate(self._available()):
-            needed = self._blocks_to_come(stream, held_tokens, group)
-            needed += sum(self._blocks_to_come(other, other.computed, group) for other in self.running)
-            needed += sum(
-                self._blocks_to_come(other, sum(other.expected_tiers.values()), group) for other in self.loading
-            )
-            if needed > available:
-                return False
-        return True
+    def _spare_blocks(self) -> list[int]:
+        """Blocks by group that a newcomer must leave over: all begun prompts, and one block to decode into for each."""
+        return [
+            1
+            + sum(self._blocks_to_come(other, other.computed, group) for other in self.running)
+            + sum(self._blocks_to_come(other, sum(other.expected_tiers.values()), group) for other in self.loading)
+            for group in range(len(self.geometry.groups))
+        ]
 
     def _blocks_to_come(self, stream: Stream, held_tokens: int, group_index: int) -> int:
         block_tokens = self.geometry.block_tokens

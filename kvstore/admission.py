@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from allocator import FULL, CapacityError, GroupKind
+from allocator import FULL, BlockTable, CapacityError, GroupKind
 from kvstore.sequence import Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
+    from kvstore.identity import HashChain
     from kvstore.mover import Mover
     from kvstore.residency import GroupPlan, HitPlan, Residency
 
@@ -47,8 +48,16 @@ class Admitter:
         """The longest hit worth having: copies that are slower to load than to recompute are left out."""
         plan = self._residency.plan(root, hashes, exact)
         if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
-            plan = self._residency.cut(plan, root, hashes, exact, plan.device_blocks)
+            plan = self._residency.on_device(plan, root, hashes, exact)
         return plan
+
+    def on_device(self, chain: HashChain, exact: bool) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """The blocks, by group, of the longest hit that needs nothing from below, and its tokens."""
+        usable = self.usable_hashes(chain.hashes, chain.token_count, None)
+        plan = self._residency.plan(chain.root, usable, exact)
+        plan = self._residency.on_device(plan, chain.root, usable, exact)
+        blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
+        return blocks, plan.blocks * self._geometry.block_tokens
 
     def _worth_loading(self, plan: HitPlan) -> bool:
         copies = [copy for group in plan.groups for copy in group.copies.values()]
@@ -83,13 +92,41 @@ class Admitter:
             counts[name] = counts.get(name, 0) + self._geometry.block_tokens
         return counts
 
+    def check_fits(self, token_count: int) -> None:
+        """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
+        block_tokens, layout = self._geometry.block_tokens, self._pool.layout
+        for index, group in enumerate(self._geometry.groups):
+            held = token_count
+            if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
+                held = min(token_count, group.window_tokens + 2 * block_tokens)
+            needed = -(-held // block_tokens)
+            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
+            if needed > ever:
+                raise CapacityError(
+                    needed,
+                    ever,
+                    f"blocks of group {group.name!r} for a sequence of {token_count} tokens, more than the slab can "
+                    "ever hold: raise device_bytes or shorten the prompt",
+                    permanent=True,
+                )
+
     # -- admit --------------------------------------------------------------------------------------------------
 
-    def build_tables(self, sequence: Sequence, plan: HitPlan, needed_tokens: int) -> None:
+    def empty_tables(self) -> list[BlockTable]:
+        """One table a cache group."""
+        geometry = self._geometry
+        return [
+            BlockTable(self._pool, index, geometry.block_tokens, group.window_tokens)
+            for index, group in enumerate(geometry.groups)
+        ]
+
+    def build_tables(
+        self, sequence: Sequence, plan: HitPlan, needed_tokens: int, spare_blocks: Items[int] = ()
+    ) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
 
-        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more does not fit;
-        `transient` when transfers in flight may free memory.
+        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more, and
+        `spare_blocks` (by group) besides, does not fit; `transient` when transfers in flight may free memory.
         """
         pool = self._pool
         shared: list[list[int]] = []
@@ -104,7 +141,7 @@ class Admitter:
                 for form in sorted({copy.form for copy in group_plan.copies.values()}):
                     count = sum(copy.form == form for copy in group_plan.copies.values())
                     fetched[group] += pool.allocate(group, count, form).tolist()
-                self._require_room(group, plan, needed_tokens)
+                self._require_room(group, needed_tokens, spare_blocks[group] if spare_blocks else 0)
         except CapacityError as error:
             error.transient = self._mover.in_flight_blocks > 0
             for ids in fetched:
@@ -114,13 +151,17 @@ class Admitter:
             raise
         for group, group_plan in enumerate(plan.groups):
             self._fill_table(sequence, group, group_plan, fetched[group])
+        block_tokens = self._geometry.block_tokens
+        sequence.written = plan.blocks * block_tokens
+        if plan.lossy_at is not None:
+            sequence.lossy_from = plan.lossy_at * block_tokens
 
-    def _require_room(self, group: int, plan: HitPlan, needed_tokens: int) -> None:
+    def _require_room(self, group: int, needed_tokens: int, spare_blocks: int) -> None:
         block_tokens = self._geometry.block_tokens
         kv_group = self._geometry.groups[group]
         if kv_group.kind is GroupKind.SLIDING and kv_group.window_tokens is not None:
             needed_tokens = min(needed_tokens, kv_group.window_tokens + block_tokens)
-        needed = -(-needed_tokens // block_tokens)
+        needed = -(-needed_tokens // block_tokens) + spare_blocks
         available = self._pool.available(group, FULL)
         if needed > available:
             raise CapacityError(needed, available, f"more blocks of group {kv_group.name!r} to admit the prompt")
@@ -168,6 +209,9 @@ class Admitter:
 
         A copy that is missing, late, torn or foreign is a miss: it and all after it are computed again.
         """
+        if not sequence.shared:  # a reset came between: what was stored before it counts for nothing
+            for copy in sequence.pending:
+                copy.outcome = False
         missing = {(copy.group, copy.position) for copy in sequence.pending if not copy.outcome}
         blocks = sequence.written // self._geometry.block_tokens
         while blocks and not all(

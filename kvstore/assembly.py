@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allocator import BlockPool, ExtentLayout
+from allocator import BlockPool, ConfigError, ExtentLayout
 from kvstore.admission import Admitter
+from kvstore.announce import Announcer
+from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
+from kvstore.events import EventStream
+from kvstore.executor import make_executor
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
-from kvstore.tier import InlineExecutor, ThreadExecutor
 from kvstore.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore.config import KVStoreConfig
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.sequence import Sequence
-    from kvstore.tier import Executor, Tier
+    from kvstore.tier import Tier
     from quant import BlockCodec
 
 
@@ -44,11 +48,8 @@ class Parts:
     growth: Growth
     upkeep: Upkeep
     leases: Leases
-
-
-def make_executor(kind: str) -> Executor:
-    """ "thread": one thread, first in first out; "inline": inside the call, for simulation and tests."""
-    return InlineExecutor() if kind == "inline" else ThreadExecutor()
+    arrivals: Arrivals
+    announcer: Announcer
 
 
 def assemble(
@@ -57,15 +58,18 @@ def assemble(
     device_name: str,
     tiers: Items[Tier] | None,
     sequences: Mapping[str, Sequence],
+    epoch: int,
     waker: Callable[[], None],
 ) -> Parts:
     """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small."""
     from kvstore.device_blocks import AbsentDevice, DeviceBlocks, cold_slot_bytes, make_codec
 
+    _check_parts(geometry, device_name, tiers)
     codec = make_codec(config.codec, config.error_bound)
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
+    announcer = Announcer(EventStream(epoch=epoch, queue_limit=config.event_queue_limit), codec.name if codec else None)
     pool = BlockPool(layout)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
     if tiers is None:
@@ -75,14 +79,27 @@ def assemble(
     executor = make_executor(config.io_threads)
     costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
     residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
-    mover = Mover(pool, device, executor, metrics, costs, spill_inflight_limit=config.spill_queue_blocks, waker=waker)
+    mover = Mover(
+        pool,
+        device,
+        executor,
+        metrics,
+        costs,
+        cool_queue_limit=config.cool_queue_blocks,
+        spill_inflight_limit=config.spill_queue_blocks,
+        waker=waker,
+    )
     upkeep = Upkeep(geometry, pool, device, residency, mover, tuple(tiers), config, sequences, cools=codec is not None)
 
     def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
         upkeep.forget(ids)
         metrics.evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
+    admitter = Admitter(geometry, pool, residency, mover, costs)
+    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -92,11 +109,27 @@ def assemble(
         costs=costs,
         metrics=metrics,
         residency=residency,
-        admitter=Admitter(geometry, pool, residency, mover, costs),
-        growth=Growth(geometry, pool, device, mover, upkeep),
+        admitter=admitter,
+        growth=growth,
         upkeep=upkeep,
-        leases=Leases(pool),
+        announcer=announcer,
+        leases=Leases(pool, config.lease_seconds),
+        arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, announcer, sequences),
     )
+
+
+def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | None) -> None:
+    for group in geometry.groups:
+        if group.lookahead_tokens:
+            raise ConfigError(
+                f"group {group.name!r}: got lookahead_tokens {group.lookahead_tokens}; expected 0, since blocks are "
+                "named before the tokens that such a group depends on are known"
+            )
+    names = [tier.name for tier in tiers or ()]
+    if len(set(names)) < len(names) or "device" in names:
+        raise ConfigError(f"tiers: got the names {names}; expected distinct ones, none of them 'device'")
+    if names and device_name == "absent":
+        raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
 def _host_tiers(config: KVStoreConfig, layout: ExtentLayout) -> tuple[Tier, ...]:

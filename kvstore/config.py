@@ -130,11 +130,8 @@ class KVStoreConfig:
     # bounded work of one step()
     cool_blocks_per_step: int = _key(8, _STEP, _whole(0, 65536))
     spill_blocks_per_step: int = _key(8, _STEP, _whole(0, 65536))
-    fetch_blocks_per_step: int = _key(256, _STEP, _whole(0, 65536))
-    cool_queue_blocks: int = _key(4096, "an int in [1, 2**20]", _whole(1, 1 << 20))
+    cool_queue_blocks: int = _key(65536, "an int in [1, 2**20]", _whole(1, 1 << 20))
     """Blocks remembered for cooling; beyond it the oldest stays raw and is counted."""
-    spill_watermark_blocks: int = _key(16, "an int in [0, 2**20]", _whole(0, 1 << 20))
-    """Idle blocks are copied down ahead while fewer free blocks than this are left."""
     spill_queue_blocks: int = _key(256, "an int in [1, 2**20]", _whole(1, 1 << 20))
     """Longest queue of copies on their way down; beyond it the coldest is dropped and counted."""
 
@@ -152,12 +149,12 @@ class KVStoreConfig:
     share: bool = _key(False, "true or false", _truth)
     """Copies may leave this process: needs an identity with known weights."""
     lease_seconds: float = _key(30.0, "a number in (0, 86400]", _real(0, 86400, above=True))
-    """Longest life of a pin that is not renewed."""
+    """Life of a pin: the default, and the longest."""
     placeholder_ids: tuple[int, ...] = _key((), "token ids in [0, 2**32), as a list or as text '1, 2'", _token_ids)
     """Token ids that stand for media: without a Media over them they are refused."""
     event_queue_limit: int = _key(4096, "an int in [1, 2**20]", _whole(1, 1 << 20))
     debug_poison: bool = _key(False, "true or false", _truth)
-    """Fill freed slots with NaN, so that a read of them shows."""
+    """Fill slots with NaN before they are handed out to be written, so that a read of what was not written shows."""
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -30,8 +30,9 @@ class CopyKey(_Fields):
     """root, group, hash, codec, exact, heads [start, stop), layers [start, stop), codec parameters.
 
     root and hash are 32 bytes; codec is a name of 1 to 16 ASCII characters; exact says that nothing lossy was read when
-    the block was computed *and* that the codec keeps every bit; heads and layers are ranges within the cache group;
-    parameters are the codec's canonical bytes (bit tables). UsageError says which field is wrong.
+    the block was computed, whatever the codec does to it (only a raw copy of an exact block reads exact); heads and
+    layers are ranges within the cache group; parameters are the codec's canonical bytes (bit tables). UsageError says
+    which field is wrong.
     """
 
     __slots__ = ()

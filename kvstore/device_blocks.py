@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from allocator import ConfigError, KVGeometry, Slab
+from allocator import FULL, ConfigError, KVGeometry, Slab
 from quant import BlockShape, CodecError, get_codec
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class BlockBytes(Protocol):
     def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None: ...
 
     def zero_tail(self, group: int, slot: int, token: int) -> None: ...
+
+    def poison(self, group: int, slots: list[int]) -> None: ...
 
     def read_buffer(self, group: int, form: int, slot: int) -> memoryview: ...
 
@@ -127,6 +129,10 @@ class DeviceBlocks:
     def zero_tail(self, group: int, slot: int, token: int) -> None:
         self._slab.zero_tail(group, slot, token)
 
+    def poison(self, group: int, slots: list[int]) -> None:
+        """Fill full slots with NaN."""
+        self._slab.poison(2 * group + FULL, slots)
+
     def read_buffer(self, group: int, form: int, slot: int) -> memoryview:
         """The slot's bytes: the slab's own memory on the host, a copy of it otherwise."""
         if self._on_host:
@@ -157,6 +163,9 @@ class AbsentDevice:
         return None
 
     def zero_tail(self, group: int, slot: int, token: int) -> None:
+        return None
+
+    def poison(self, group: int, slots: list[int]) -> None:
         return None
 
     def read_buffer(self, group: int, form: int, slot: int) -> memoryview:

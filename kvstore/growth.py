@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
+from kvstore.arguments import length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from allocator import BlockPool, BlockTable, KVGeometry
+    from kvstore.announce import Announcer
     from kvstore.device_blocks import BlockBytes
+    from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
     from kvstore.sequence import Sequence
     from kvstore.upkeep import Upkeep
@@ -39,12 +42,19 @@ class Growth:
         device: BlockBytes,
         mover: Mover,
         upkeep: Upkeep,
+        metrics: StoreMetrics,
+        announcer: Announcer,
+        *,
+        poison: bool = False,
     ) -> None:
         self.computed_tokens = 0  # since the last step, which hands them to the metrics
         self._pool = pool
         self._device = device
         self._mover = mover
         self._upkeep = upkeep
+        self._metrics = metrics
+        self._announcer = announcer
+        self._poison = poison
         self._block_tokens = geometry.block_tokens
         self._windows = [group.window_tokens for group in geometry.groups]
         self._one_group = len(geometry.groups) == 1
@@ -61,12 +71,13 @@ class Growth:
         try:
             for table in sequence.tables:
                 self._grow_table(sequence, table, token_count)
-        except CapacityError as error:
+        except BaseException as error:
             for grown in sequence.tables:
                 if grown.capacity_tokens > grown.token_count:
                     self.drop_blocks_ahead(sequence, grown)
-            error.transient = self._mover.in_flight_blocks > 0
-            self._upkeep.note_shortage(table.group)
+            if isinstance(error, CapacityError):
+                error.transient = self._mover.in_flight_blocks > 0
+                self._upkeep.note_shortage(table.group)
             raise
         for table in sequence.tables:
             table.advance(token_count)
@@ -80,25 +91,63 @@ class Growth:
             return
         fresh = self._pool.allocate(table.group, -(-short // self._block_tokens), FULL)
         table.append(fresh)
+        if sequence.exact:
+            self._pool.hold_exact(fresh.tolist())
+        if self._poison:
+            self._device.poison(table.group, [self._pool.slot_of(one) for one in fresh.tolist()])
         if short % self._block_tokens:
             # attention masks the unwritten end of the last block, but a mask does not remove NaN
             self._device.zero_tail(table.group, self._pool.slot_of(int(fresh[-1])), short % self._block_tokens)
-        if sequence.exact:
-            self._pool.hold_exact(fresh.tolist())
 
     def _make_tail_writable(self, sequence: Sequence, table: BlockTable) -> None:
         if not table.tail_is_shared():
             return
-        if sequence.exact:
-            self._pool.drop_exact([table.id_at(table.token_count // self._block_tokens)])
-        copied = table.writable_tail()
+        pool, position = self._pool, table.token_count // self._block_tokens
+        source = table.id_at(position)
+        if pool.form_of(source) == COLD:
+            raise IntegrityError(f"sequence {sequence.sequence_id!r} would write into INT4 block {source}")
+        held = sequence.exact or table.group in sequence.held_tails
+        if held:
+            pool.drop_exact([source])
+        try:
+            copied = table.writable_tail()
+        except CapacityError:
+            if held:
+                pool.hold_exact([source])
+            raise
         if copied is None:
             return
-        if copied.source_form == COLD:
-            raise IntegrityError(f"sequence {sequence.sequence_id!r} would write into INT4 block {copied.source_id}")
-        self._device.copy(table.group, FULL, copied.source_slot, copied.target_slot)
+        try:
+            self._device.copy(table.group, FULL, copied.source_slot, copied.target_slot)
+        except BaseException:
+            pool.share([source])  # nothing has asked for room since: the source is still what it was
+            table.replace(position, source)
+            pool.release([copied.target_id])
+            if held:
+                pool.hold_exact([source])
+            raise
+        sequence.held_tails.pop(table.group, None)
         if sequence.exact:
-            self._pool.hold_exact([copied.target_id])
+            pool.hold_exact([copied.target_id])
+        self._metrics.copied()
+
+    def hold_tails(self, sequence: Sequence) -> None:
+        """Keep a sealed block that a rollback or fork left partly filled in full precision: it will be copied and
+        written to, and an INT4 block cannot be. Open blocks do not cool, and an exact sequence holds all it has.
+        """
+        if sequence.exact:
+            return
+        for table in sequence.tables:
+            if table.token_count % self._block_tokens and table.group not in sequence.held_tails:
+                tail = table.id_at(table.token_count // self._block_tokens)
+                if self._pool.hash_of(tail) is not None:
+                    self._pool.hold_exact([tail])
+                    sequence.held_tails[table.group] = tail
+
+    def drop_tails(self, sequence: Sequence) -> None:
+        """Undo `hold_tails`; to be called before the blocks are released."""
+        self._pool.drop_exact(list(sequence.held_tails.values()))
+        sequence.held_tails.clear()
 
     def drop_blocks_ahead(self, sequence: Sequence, table: BlockTable) -> None:
         """Give back blocks that were appended but hold no token."""
@@ -106,10 +155,21 @@ class Growth:
             self._pool.drop_exact(table.ids()[-(-table.token_count // self._block_tokens) :])
         table.truncate(table.token_count)
 
+    def slot_mapping(self, sequence: Sequence, group: int, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Places of tokens that are written and not committed; any other token's block may be shared."""
+        if not 0 <= group < len(sequence.tables):
+            raise UsageError(f"group: got {group!r}; expected 0..{len(sequence.tables) - 1}")
+        if count < 0 or start < sequence.committed or start + count > sequence.written:
+            raise UsageError(
+                f"slot_mapping of {count} tokens from {start}: sequence {sequence.sequence_id!r} has "
+                f"{sequence.committed} committed, {sequence.written} written; expected tokens between the two"
+            )
+        return sequence.tables[group].slot_mapping(start, count)
+
     # -- commit -------------------------------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        count = len(token_ids)
+        count = length(token_ids)
         start = sequence.committed
         if start + count > sequence.written:
             raise self._beyond_written(sequence, count)
@@ -117,8 +177,7 @@ class Growth:
         if chain.token_count == start:
             chain.extend(token_ids)
         elif start + count > chain.token_count or not chain.tokens_equal(start, token_ids):
-            chain.truncate(start)
-            chain.extend(token_ids)
+            chain.rewrite(start, token_ids)
         self._committed(sequence, start + count)
 
     def commit_prompt(self, sequence: Sequence, token_count: int) -> None:
@@ -181,6 +240,8 @@ class Growth:
         canonical = self._pool.seal_many(ids, hashes[start:stop], exact)
         for offset in np.flatnonzero(canonical != ids).tolist():
             table.replace(start + offset, int(canonical[offset]))
+        if self._announcer.heard:
+            self._announcer.sealed(table.group, hashes, start, (canonical == ids).tolist(), exact)
         if self._upkeep.names_blocks:
             parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
             self._upkeep.remember(canonical.tolist(), sequence.root, parents)
@@ -223,7 +284,9 @@ class Growth:
                     f"sequence {sequence.sequence_id!r} cannot be cut to {token_count} tokens: that is inside an INT4 "
                     f"block, which is never written to; cut to a multiple of {self._block_tokens} or compute it again"
                 )
+        self.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:
                 self._pool.drop_exact(table.ids()[-(-token_count // self._block_tokens) :])
             table.truncate(token_count)
+        self.hold_tails(sequence)

@@ -19,9 +19,11 @@ import numpy as np
 
 from allocator.errors import ConfigError, IntegrityError, UsageError
 from kvstore.copy_key import CopyKey
+from kvstore.executor import Executor
 from kvstore.host_arena import HostArena
 from kvstore.host_index import HostEntry, HostIndex
-from kvstore.tier import Executor, Job, QueuedTier, ResultCode
+from kvstore.queued_tier import QueuedTier
+from kvstore.tier import Job, ResultCode
 
 
 class HostTier(QueuedTier):

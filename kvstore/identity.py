@@ -17,23 +17,21 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from allocator.errors import ConfigError, UsageError
+from kvstore.token_ids import TOKEN_LIMIT, TokenIds
+from kvstore.token_ids import as_token_array as as_token_array
 
 SCHEME_VERSION = 1
 HASH_BYTES = 32
-TOKEN_LIMIT = 1 << 32
 
 _ROOT_TAG = b"kvstore identity\x00"
 _BLOCK_TAG = b"\x01"
 _LOOKAHEAD_TAG = b"\x02"
 _MEDIA_TAG = b"\x03"
-
-TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 
 @runtime_checkable
@@ -215,48 +213,6 @@ class Media:
         return hashlib.sha256(_MEDIA_TAG + self.digest + self.length.to_bytes(4, "little")).digest()
 
 
-def as_token_array(token_ids: TokenIds) -> array[int]:
-    """Checked token ids as a uint32 array. UsageError names the index and value of the first bad one."""
-    if isinstance(token_ids, np.ndarray):
-        return _from_numpy(token_ids)
-    if not isinstance(token_ids, list | tuple):
-        if hasattr(token_ids, "__array__"):
-            return _from_numpy(np.asarray(token_ids))
-        if isinstance(token_ids, str | bytes | bytearray) or not isinstance(token_ids, Iterable):
-            raise UsageError(f"token ids: got {type(token_ids).__name__}; expected a list of int or an integer array")
-        token_ids = list(token_ids)
-    try:
-        tokens = array("I", token_ids)
-    except (TypeError, OverflowError, ValueError):
-        raise _bad_token(token_ids) from None
-    if tokens:  # array() takes True for 1: only where a 0 or 1 came out can a bool have gone in
-        small = np.flatnonzero(np.frombuffer(tokens, dtype=np.uint32) < 2)
-        if any(isinstance(token_ids[index], bool) for index in small):
-            raise _bad_token(token_ids)
-    return tokens
-
-
-def _from_numpy(ids: npt.NDArray[np.integer]) -> array[int]:
-    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        raise UsageError(f"token ids: got an array of {ids.dtype} and shape {ids.shape}; expected one row of integers")
-    tokens = array("I")
-    if ids.size:
-        if ids.dtype != np.uint32 and ((ids < 0) | (ids >= TOKEN_LIMIT)).any():
-            bad = np.flatnonzero((ids < 0) | (ids >= TOKEN_LIMIT))
-            raise UsageError(f"token id at index {bad[0]} is {ids[bad[0]]}; expected an int in [0, 2**32)")
-        tokens.frombytes(np.ascontiguousarray(ids, dtype=np.uint32).tobytes())
-    return tokens
-
-
-def _bad_token(token_ids: Sequence[object]) -> UsageError:
-    for index, value in enumerate(token_ids):
-        good = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not good or not 0 <= int(value) < TOKEN_LIMIT:  # type: ignore[call-overload]
-            kind = type(value).__name__
-            return UsageError(f"token id at index {index} is {value!r} ({kind}); expected an int in [0, 2**32)")
-    return UsageError("token ids: expected ints in [0, 2**32)")  # pragma: no cover - the array refused, so one is bad
-
-
 class HashChain:
     """The block hashes of one growing sequence of tokens.
 
@@ -266,7 +222,17 @@ class HashChain:
                      its images never hits (or feeds) the blocks of a prompt with them
     """
 
-    __slots__ = ("_groups", "_hashes", "_media", "_media_starts", "_placeholders", "_tokens", "block_tokens", "root")
+    __slots__ = (
+        "_groups",
+        "_hashes",
+        "_media",
+        "_media_starts",
+        "_placeholders",
+        "_tokens",
+        "block_tokens",
+        "epoch",
+        "root",
+    )
 
     def __init__(self, root: bytes, block_tokens: int, *, placeholder_ids: Iterable[int] = ()) -> None:
         if not isinstance(root, bytes) or len(root) != HASH_BYTES:
@@ -281,6 +247,11 @@ class HashChain:
         self._media: list[Media] = []
         self._media_starts: list[int] = []
         self._groups: dict[int, list[bytes]] = {}
+        self.epoch: int | None = None  # of the store that made the chain, so that it can tell one of before a reset
+
+    @property
+    def placeholder_ids(self) -> frozenset[int]:
+        return self._placeholders
 
     @property
     def token_count(self) -> int:
@@ -322,6 +293,25 @@ class HashChain:
         tokens.extend(fresh)
         return self._complete() if len(tokens) // self.block_tokens > len(self._hashes) else []
 
+    def rewrite(self, start: int, token_ids: TokenIds) -> None:
+        """Make the tokens from `start` on these ones, forgetting what differs; media over tokens that stay are kept.
+
+        On a UsageError nothing is changed.
+        """
+        fresh = as_token_array(token_ids)
+        known = self._tokens[start : start + len(fresh)]
+        same = len(known)
+        if known != fresh[:same]:
+            same = int(np.flatnonzero(np.asarray(known) != np.asarray(fresh[:same]))[0])
+        undo = self.fork()
+        try:
+            self.truncate(start + same)
+            self.extend(np.asarray(fresh[same:]))
+        except UsageError:
+            self._tokens, self._hashes, self._groups = undo._tokens, undo._hashes, undo._groups
+            self._media, self._media_starts = undo._media, undo._media_starts
+            raise
+
     def truncate(self, token_count: int) -> None:
         """Keep the first token_count tokens (rollback). Media that start behind them are forgotten."""
         count = len(self._tokens)
@@ -338,6 +328,7 @@ class HashChain:
         """An independent chain with the same past."""
         other = HashChain.__new__(HashChain)
         other.root, other.block_tokens, other._placeholders = self.root, self.block_tokens, self._placeholders
+        other.epoch = self.epoch
         other._tokens, other._hashes = self._tokens[:], self._hashes[:]
         other._media, other._media_starts = self._media[:], self._media_starts[:]
         other._groups = {lookahead: keys[:] for lookahead, keys in self._groups.items()}
@@ -377,7 +368,7 @@ class HashChain:
             rows = np.zeros((count, block + 2), dtype="<u4")
             rows[:, 0] = block
             rows[:, 1:-1] = np.frombuffer(self._tokens[start:stop], dtype=np.uint32).reshape(-1, block)
-            pieces = struct.unpack(f"{4 * (block + 2)}s" * count, rows)
+            pieces = struct.unpack(f"{4 * (block + 2)}s" * count, rows.tobytes())
             sha256 = hashlib.sha256
             fresh = [last := sha256(b"\x01" + last + piece).digest() for piece in pieces]
         self._hashes += fresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from allocator import LeaseError
+from allocator import LeaseError, UsageError
 from kvstore.sequence import Lease
 
 if TYPE_CHECKING:
@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 class Leases:
     """The leases of one store. Invariant: a block is pinned once for each active lease that names it."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, longest_seconds: float) -> None:
         self._pool = pool
+        self._longest_seconds = longest_seconds
         self._ids = itertools.count(1)
         self._active: dict[int, Lease] = {}
+
+    def checked_seconds(self, ttl_seconds: float | None) -> float:
+        """The life asked for, by default the longest; UsageError for one that is longer, or no number."""
+        longest = self._longest_seconds
+        seconds = longest if ttl_seconds is None else ttl_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= longest:
+            raise UsageError(f"ttl_seconds: got {seconds!r}; expected a number in (0, {longest:g}] (lease_seconds)")
+        return seconds
 
     def grant(self, blocks: tuple[tuple[int, ...], ...], tokens: int, expires_at: float) -> Lease:
         """Pin `blocks` (ids by group) until `expires_at`."""
@@ -35,6 +44,16 @@ class Leases:
         if self._active.get(lease.lease_id) is not lease:
             raise LeaseError(f"lease {lease.lease_id} is not of this store")
         self._end(lease)
+
+    def check(self, lease: Lease | None) -> None:
+        """LeaseError for an active lease of another store."""
+        if lease is not None and lease.active and self._active.get(lease.lease_id) is not lease:
+            raise LeaseError(f"lease {lease.lease_id} is not of this store")
+
+    def take_over(self, lease: Lease | None) -> None:
+        """A sequence has references to what the lease pinned: the lease ends here, unless it has ended before."""
+        if lease is not None and lease.active:
+            self._end(lease)
 
     def expire(self, now: float) -> int:
         """End every lease whose time is up; how many."""

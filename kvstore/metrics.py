@@ -8,7 +8,7 @@ series. Any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -50,7 +50,7 @@ _SERIES = {
     # transfers
     "transfers": _Series("counter", "Transfers ended", ("tier", "kind", "result")),
     "transfer_bytes": _Series("counter", "Bytes moved", ("tier", "kind")),
-    "transfer_seconds": _Series("counter", "Time spent moving, as seen by step()", ("tier", "kind")),
+    "transfer_seconds": _Series("counter", "Time from request to end of copies up, seen by step", ("tier", "kind")),
     # state
     "tier_used_bytes": _Series("gauge", "Bytes in use", ("tier",)),
     "tier_capacity_bytes": _Series("gauge", "Byte budget", ("tier",)),
@@ -71,6 +71,7 @@ class StoreMetrics(Collector):
         self._lock = threading.Lock()
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._requests: set[str] = set()
+        self.before_reading: Callable[[], None] | None = None  # states the gauges; takes its own locks
         self.registry.register(self)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -131,6 +132,9 @@ class StoreMetrics(Collector):
     def kept_raw(self, cause: str, blocks: int = 1) -> None:
         self.add("kept_raw_blocks", blocks, cause=cause)
 
+    def copied(self, blocks: int = 1) -> None:
+        self.add("copied_blocks", blocks)
+
     def spilled(self, tier: str, blocks: int) -> None:
         self.add("spilled_blocks", blocks, tier=tier)
 
@@ -163,6 +167,17 @@ class StoreMetrics(Collector):
         for tier, count in split.items():
             self.add("reused_tokens", count, tier=tier)
 
+    def transferred(
+        self, tier: str, kind: str, results: Sequence[str], byte_count: int, seconds: float | None = None
+    ) -> None:
+        """One transfer has ended; `result` is "ok" when all of its keys are, else "part" or "none"."""
+        good = sum(result == "ok" for result in results)
+        result = "none" if not good else "ok" if good == len(results) else "part"
+        self.add("transfers", tier=tier, kind=kind, result=result)
+        self.add("transfer_bytes", byte_count * good // max(1, len(results)), tier=tier, kind=kind)
+        if seconds is not None:
+            self.add("transfer_seconds", max(0.0, seconds), tier=tier, kind=kind)
+
     def preempted(self, sequences: int = 1) -> None:
         self.add("preempted_sequences", sequences)
 
@@ -177,6 +192,8 @@ class StoreMetrics(Collector):
 
     def snapshot(self) -> dict[str, float]:
         """Every value counted so far, by its name in Prometheus without the prefix."""
+        if self.before_reading is not None:
+            self.before_reading()
         with self._lock:
             values = dict(self._values)
         return {_text(name, labels): value for (name, labels), value in sorted(values.items())}
@@ -186,6 +203,8 @@ class StoreMetrics(Collector):
         return generate_latest(self.registry).decode("utf-8")
 
     def collect(self) -> Iterator[Metric]:
+        if self.before_reading is not None:
+            self.before_reading()
         with self._lock:
             values = dict(self._values)
         for name, series in _SERIES.items():

@@ -10,12 +10,13 @@ submitted until `drain` has seen its completion. The pool hands out and evicts n
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from allocator import FULL
+from allocator import FULL, IntegrityError
 from kvstore.tier import ResultCode
 
 if TYPE_CHECKING:
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from allocator import BlockPool
     from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
+    from kvstore.executor import Executor
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
-    from kvstore.tier import CopyKey, Executor, Tier, Transfer
+    from kvstore.tier import Completion, CopyKey, Tier, Transfer
 
 
-_COOL_QUEUE_BLOCKS = 1 << 16
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -85,6 +87,7 @@ class Mover:
         metrics: StoreMetrics,
         costs: CostModel,
         *,
+        cool_queue_limit: int,
         spill_inflight_limit: int,
         waker: Callable[[], None],
     ) -> None:
@@ -100,18 +103,23 @@ class Mover:
         self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
         self._cooling = 0
         self._spilling_blocks = 0
+        self.cool_generation = 0  # grows whenever blocks have cooled, so that sequences look at their own again
         self._refused: dict[int, bytes] = {}  # id -> hash of blocks that the codec refused: they stay raw for good
-        self._cool_queue: deque[tuple[int, bytes, str]] = deque(maxlen=_COOL_QUEUE_BLOCKS)
+        self._cool_queue: deque[tuple[int, bytes, str]] = deque(maxlen=cool_queue_limit)
 
     @property
     def in_flight_blocks(self) -> int:
         """Blocks whose transfer has not been drained; memory may come free once it is."""
-        fetching = sum(len(job.copies) for job in self._fetches.values())
-        return self._cooling + self._spilling_blocks + fetching
+        return self._cooling + self._spilling_blocks + sum(len(job.copies) for job in self._fetches.values())
 
-    @property
-    def cool_queue_blocks(self) -> int:
-        return len(self._cool_queue)
+    def depths(self) -> dict[str, int]:
+        """Blocks that wait or are under way, by queue."""
+        return {
+            "cool": len(self._cool_queue),
+            "cooling": self._cooling,
+            "spilling": self._spilling_blocks,
+            "fetching": sum(len(job.copies) for job in self._fetches.values()),
+        }
 
     # -- cool ---------------------------------------------------------------------------------------------------
 
@@ -176,13 +184,20 @@ class Mover:
 
         def encode() -> None:
             try:
-                job.accepted = self._device.encode(job.group, full_slots, cold_slots)
-            except BaseException as error:  # carried to `drain`, which unfences the blocks before it raises
+                accepted = self._device.encode(job.group, full_slots, cold_slots)
+                if len(accepted) != len(full_slots):
+                    raise IntegrityError(f"encode answered for {len(accepted)} of {len(full_slots)} blocks")
+                job.accepted = accepted
+            except BaseException as error:  # carried to `drain`, which unfences the blocks
                 job.failure = error
             self._cooled.put(job)
             self._waker()
 
-        self._executor.submit(encode)
+        try:
+            self._executor.submit(encode)
+        except Exception as error:  # counted by `_finish_cool`: the blocks stay raw
+            job.failure = error
+            self._cooled.put(job)
 
     def _finish_cool(self, job: _CoolJob) -> int:
         self._cooling -= len(job.block_ids)
@@ -198,7 +213,11 @@ class Mover:
                     self._refused[block_id] = block_hash
                 self._metrics.kept_raw("error_bound" if job.failure is None else "encode_failed")
         self._metrics.cooled(cooled, cause=job.cause)
-        if job.failure is not None:
+        if cooled:
+            self.cool_generation += 1
+        if isinstance(job.failure, Exception):  # counted above: a block that was not encoded is still right
+            _LOG.error("kvstore: encoding %d blocks failed", len(job.block_ids), exc_info=job.failure)
+        elif job.failure is not None:
             raise job.failure
         return cooled
 
@@ -215,16 +234,21 @@ class Mover:
             blocks = blocks[: max(0, room)]
         if not blocks:
             return 0
-        pool = self._pool
-        items = []
-        total = 0
-        for block_id, key, parent in blocks:
-            buffer = self._device.read_buffer(pool.group_of(block_id), pool.form_of(block_id), pool.slot_of(block_id))
-            items.append((key, [buffer], parent))
-            total += buffer.nbytes
+        pool, device = self._pool, self._device
         block_ids = [block_id for block_id, _, _ in blocks]
         pool.begin_transfer(block_ids)
-        transfer = tier.submit_put(items)
+        try:
+            items = [
+                (key, [device.read_buffer(pool.group_of(one), pool.form_of(one), pool.slot_of(one))], parent)
+                for one, key, parent in blocks
+            ]
+            transfer = tier.submit_put(items)
+        except Exception:  # counted: a copy that is not made is a later miss, no reason to stop
+            pool.end_transfer(block_ids)
+            self._metrics.dropped("not_submitted", len(block_ids), tier=tier.name)
+            _LOG.exception("kvstore: %d copies to tier %s could not start", len(block_ids), tier.name)
+            return 0
+        total = sum(buffers[0].nbytes for _, buffers, _ in items)
         self._spills[transfer] = _SpillJob(tier, block_ids, total)
         self._spilling_blocks += len(block_ids)
         return len(block_ids)
@@ -232,6 +256,7 @@ class Mover:
     def _finish_spill(self, job: _SpillJob, results: Sequence[ResultCode]) -> int:
         self._spilling_blocks -= len(job.block_ids)
         self._pool.end_transfer(job.block_ids)
+        self._metrics.transferred(job.tier.name, "put", results, job.payload_bytes)
         stored = 0
         for result in results:
             if result is ResultCode.OK:
@@ -244,12 +269,24 @@ class Mover:
     # -- fetch --------------------------------------------------------------------------------------------------
 
     def start_fetch(self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[], None], now: float) -> None:
-        """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set."""
+        """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set.
+
+        When the request cannot even be made, the copies are a miss and `on_done` runs here.
+        """
         pool = self._pool
-        buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
-        pool.begin_transfer([copy.block_id for copy in copies])
-        items = [(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)]
-        transfer = tier.submit_get(items)
+        block_ids = [copy.block_id for copy in copies]
+        pool.begin_transfer(block_ids)
+        try:
+            buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
+            transfer = tier.submit_get([(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)])
+        except Exception:  # counted: what cannot be asked for is computed
+            pool.end_transfer(block_ids)
+            for copy in copies:
+                copy.outcome = False
+            self._metrics.missed("not_submitted", len(copies), tier=tier.name)
+            _LOG.exception("kvstore: %d copies from tier %s could not be asked for", len(copies), tier.name)
+            on_done()
+            return
         self._fetches[transfer] = _FetchJob(tier, copies, buffers, on_done, now)
 
     def expire(self, now: float, deadline_seconds: float) -> int:
@@ -268,41 +305,49 @@ class Mover:
         return expired
 
     def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode], now: float) -> int:
-        pool = self._pool
+        name = job.tier.name
+        loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
+        self._metrics.transferred(name, "get", results, loaded_bytes, now - job.started_seconds)
         if job.abandoned:  # late: the blocks belong to nobody any more and leave with their transfer
-            pool.end_transfer([copy.block_id for copy in job.copies])
+            self._pool.end_transfer([copy.block_id for copy in job.copies])
             return 0
         good = 0
-        for copy, buffer, result in zip(job.copies, job.buffers, results, strict=True):
-            copy.outcome = result is ResultCode.OK
-            if copy.outcome:
-                self._device.write_back(copy.group, copy.form, pool.slot_of(copy.block_id), buffer)
+        for place, copy in enumerate(job.copies):  # a tier that answers for too few keys has missed the rest
+            result = results[place] if place < len(results) else ResultCode.FAILED
+            cause = result.value if result is not ResultCode.OK else self._write_back(copy, job.buffers[place])
+            copy.outcome = cause is None
+            if cause is None:
                 good += 1
             else:
-                self._metrics.missed(result.value, tier=job.tier.name)
-        pool.end_transfer([copy.block_id for copy in job.copies])
-        self._metrics.fetched(job.tier.name, good)
-        if good == len(results):
-            loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
-            self._costs.observe_load(job.tier.name, loaded_bytes, now - job.started_seconds)
+                self._metrics.missed(cause, tier=name)
+        self._pool.end_transfer([copy.block_id for copy in job.copies])
+        self._metrics.fetched(name, good)
+        if good == len(job.copies):
+            self._costs.observe_load(name, loaded_bytes, now - job.started_seconds)
         job.on_done()
         return good
+
+    def _write_back(self, copy: PendingCopy, buffer: memoryview) -> str | None:
+        """Bring fetched bytes to the device; the cause when that failed."""
+        try:
+            self._device.write_back(copy.group, copy.form, self._pool.slot_of(copy.block_id), buffer)
+        except Exception:  # counted: bytes that did not arrive are a miss
+            _LOG.exception("kvstore: a copy from tier %s could not be written to the device", copy.tier)
+            return "not_written"
+        return None
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
     def drain(self, tiers: Sequence[Tier], now: float) -> Drained:
         """Apply everything that has finished. An unknown completion (cancelled, late) changes nothing."""
         drained = Drained()
+        failure: BaseException | None = None
         for tier in tiers:
             for completion in tier.poll():
-                spill = self._spills.pop(completion.transfer, None)
-                if spill is not None:
-                    drained.spilled += self._finish_spill(spill, completion.results)
-                    continue
-                fetch = self._fetches.pop(completion.transfer, None)
-                if fetch is not None:
-                    drained.fetched += self._finish_fetch(fetch, completion.results, now)
-        failure: BaseException | None = None
+                try:
+                    self._finish(completion, drained, now)
+                except BaseException as error:  # raised below, once the other outcomes have been applied
+                    failure = error
         while True:
             try:
                 job = self._cooled.get_nowait()
@@ -315,3 +360,12 @@ class Mover:
         if failure is not None:
             raise failure
         return drained
+
+    def _finish(self, completion: Completion, drained: Drained, now: float) -> None:
+        spill = self._spills.pop(completion.transfer, None)
+        if spill is not None:
+            drained.spilled += self._finish_spill(spill, completion.results)
+            return
+        fetch = self._fetches.pop(completion.transfer, None)
+        if fetch is not None:
+            drained.fetched += self._finish_fetch(fetch, completion.results, now)

@@ -56,6 +56,7 @@ class GroupPlan:
         """Forget everything from position `blocks` on."""
         if self.first + len(self.ids) > blocks:
             del self.ids[max(0, blocks - self.first) :]
+            self.first = min(self.first, blocks)
             self.copies = {position: copy for position, copy in self.copies.items() if position < blocks}
             if self.lossy_at is not None and self.lossy_at >= blocks:
                 self.lossy_at = None
@@ -68,8 +69,9 @@ class HitPlan:
     reason: HitReason | None
 
     @property
-    def lossy(self) -> bool:
-        return any(plan.lossy_at is not None for plan in self.groups)
+    def lossy_at(self) -> int | None:
+        """The first block that some group can only read lossy."""
+        return min((plan.lossy_at for plan in self.groups if plan.lossy_at is not None), default=None)
 
     @property
     def device_blocks(self) -> int:
@@ -122,8 +124,8 @@ class Residency:
                 blocks, found[group] = self._window_run(root, group, hashes, blocks, exact)
             if blocks == before:
                 break
-        for group in self._prefix_groups:
-            found[group].cut(blocks)
+        for plan in found.values():  # a window group may have been planned for a longer hit than the last one allows
+            plan.cut(blocks)
         plans = [found.get(group, GroupPlan(0, [])) for group in range(len(self._geometry.groups))]
         return HitPlan(blocks, plans, self._reason(root, hashes, exact, blocks, prefix_blocks))
 
@@ -132,6 +134,12 @@ class Residency:
         if blocks >= plan.blocks:
             return plan
         return self.plan(root, hashes[:blocks], exact)
+
+    def on_device(self, plan: HitPlan, root: bytes, hashes: Sequence[bytes], exact: bool) -> HitPlan:
+        """The longest hit within `plan` that needs nothing from below: a shorter end has another window to cover."""
+        while plan.device_blocks < plan.blocks:
+            plan = self.cut(plan, root, hashes, exact, plan.device_blocks)
+        return plan
 
     def _reason(
         self, root: bytes, hashes: Sequence[bytes], exact: bool, blocks: int, prefix_blocks: int

@@ -6,7 +6,7 @@ The frozen classes are snapshots; they stay true after the lock is gone because 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -112,7 +112,7 @@ class Sequence:
     written: int = 0
     committed: int = 0
     sealed_blocks: int = 0
-    lossy_from: int | None = None  # first position that was computed while something before it was read lossy
+    lossy_from: int | None = None  # first position that is read lossy, or was computed while one before it was
     cold_generation: int = -1  # the store's cooling count when this sequence last looked at its own blocks
     prefill_done: bool = False
     cool_cursor: int = 1  # first block that was not yet considered for cooling; block 0 never cools
@@ -121,7 +121,20 @@ class Sequence:
     reused_tokens: int = 0
     pending: list[PendingCopy] = field(default_factory=list)
     private_from: int | None = None  # first token position whose blocks must not be named
+    held_tails: dict[int, int] = field(default_factory=dict)  # group -> partly filled sealed block kept from cooling
+
+    def fork(self, sequence_id: str) -> Sequence:
+        """Another sequence with the same past, whose tables share every block. Holds are not copied."""
+        return replace(
+            self,
+            sequence_id=sequence_id,
+            chain=self.chain.fork(),
+            tables=[table.fork() for table in self.tables],
+            cool_cursor=1,
+            pending=[],
+            held_tails={},
+        )
 
     def is_exact_up_to(self, token_count: int) -> bool:
-        """True when every one of the first `token_count` tokens was computed from full precision only."""
+        """True when the first `token_count` tokens were computed, or taken over, in full precision only."""
         return self.lossy_from is None or token_count <= self.lossy_from

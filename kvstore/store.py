@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allocator import (
-    FULL,
-    BlockTable,
-    CapacityError,
     DuplicateSequence,
-    GroupKind,
-    IntegrityError,
     KVGeometry,
-    TierError,
     UnknownSequence,
     UsageError,
 )
+from kvstore.arguments import check_hashes, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
-from kvstore.identity import HashChain, Identity
+from kvstore.prompts import Prompts
 from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
-from kvstore.upkeep import StepReport, StoreUsage
+from kvstore.store_checks import check_store
+from kvstore.upkeep import StepReport
+from kvstore.usage import StoreUsage, measure, state_gauges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,7 +37,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from allocator import Slab
-    from kvstore.identity import Media
+    from kvstore.identity import HashChain, Identity, Media
     from kvstore.tier import Tier
 
 
@@ -69,22 +64,24 @@ class KVStore:
         clock: Callable[[], float] = time.monotonic,
         placeholder_ids: Iterable[int] = (),
     ) -> None:
-        self._placeholder_ids = frozenset(placeholder_ids)
         self.config = config or KVStoreConfig()
         self.geometry = geometry
-        self._identity = identity
-        self._root = identity.root()
+        placeholders = {*self.config.placeholder_ids, *placeholder_ids}
+        self._prompts = Prompts(geometry, identity, placeholder_ids=placeholders, share=self.config.share)
         self._clock = clock
         self._lock = threading.RLock()
         self._arrived = threading.Event()
         self._sequences: dict[str, Sequence] = {}
         self._closed = False
-        parts = assemble(geometry, self.config, device, tiers, self._sequences, self._arrived.set)
+        parts = assemble(geometry, self.config, device, tiers, self._sequences, identity.epoch, self._arrived.set)
         self.pool = parts.pool
         self.metrics = parts.metrics
         self.cold_codec = parts.cold_codec
         self._parts = parts
         self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
+        self._arrivals = parts.arrivals
+        self.events = parts.announcer.events
+        self.metrics.before_reading = self._state_gauges
 
     # -- what others may look at --------------------------------------------------------------------------------
 
@@ -102,7 +99,7 @@ class KVStore:
 
     @property
     def identity(self) -> Identity:
-        return self._identity
+        return self._prompts.identity
 
     def sequence_ids(self) -> list[str]:
         with self._lock:
@@ -133,7 +130,7 @@ class KVStore:
         self, token_ids: Items[int], *, media: Items[Media] = (), identity: Identity | None = None
     ) -> HashChain:
         """The block hashes of a prompt, to be passed as `token_ids` to lookup, pin and admit: hashed only once."""
-        return self._chain(token_ids, media, identity)
+        return self._prompts.chain(token_ids, media, identity)
 
     def lookup(
         self,
@@ -148,19 +145,21 @@ class KVStore:
         exact: only raw copies of exactly computed blocks count. identity: another adapter, tenant or salt than
         the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
         """
-        chain = self._chain(token_ids, media, identity)
+        chain = self._prompts.chain(token_ids, media, identity)
         return self.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact)
 
     def lookup_hashes(self, root: bytes, hashes: Items[bytes], token_count: int, *, exact: bool = False) -> Hit:
         """`lookup` for a caller that has the block hashes already (hash of each full block, in order)."""
+        check_hashes(hashes, token_count, self.geometry.block_tokens)
         with self._lock:
+            self._check_open()
             usable = self._admitter.usable_hashes(hashes, token_count, None)
             return self._admitter.hit(self._admitter.find(root, usable, exact))
 
     def pin(
         self,
         token_ids: Items[int] | HashChain,
-        ttl_seconds: float,
+        ttl_seconds: float | None = None,
         *,
         exact: bool = False,
         media: Items[Media] = (),
@@ -168,19 +167,15 @@ class KVStore:
     ) -> Lease:
         """Hold the device-resident part of a prefix for `ttl_seconds`, whatever happens around it.
 
-        Admit with `lease=` to use it. An ended lease is no error there: it is a miss, or less of a hit.
+        Admit with `lease=` to use it. An ended lease is no error there: it is a miss, or less of a hit. None: for
+        `config.lease_seconds`, which is also the longest that may be asked for.
         """
-        if not ttl_seconds > 0:
-            raise UsageError(f"pin needs a positive ttl_seconds, got {ttl_seconds}")
-        chain = self._chain(token_ids, media, identity)
+        seconds = self._parts.leases.checked_seconds(ttl_seconds)
+        chain = self._prompts.chain(token_ids, media, identity)
         with self._lock:
             self._check_open()
-            usable = self._admitter.usable_hashes(chain.hashes, chain.token_count, None)
-            plan = self._parts.residency.plan(chain.root, usable, exact)
-            plan = self._parts.residency.cut(plan, chain.root, usable, exact, plan.device_blocks)
-            blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
-            tokens = plan.blocks * self.geometry.block_tokens
-            return self._parts.leases.grant(blocks, tokens, self._clock() + ttl_seconds)
+            blocks, tokens = self._admitter.on_device(chain, exact)
+            return self._parts.leases.grant(blocks, tokens, self._clock() + seconds)
 
     def unpin(self, lease: Lease) -> None:
         """Give a lease back. Raises LeaseError when it is not this store's or was given back before."""
@@ -200,48 +195,56 @@ class KVStore:
         identity: Identity | None = None,
         prompt_tokens: int | None = None,
         private_from: int | None = None,
+        spare_blocks: Items[int] = (),
     ) -> Admission:
         """Begin a sequence: share what is there, start fetching what lies lower.
 
+        exact: only what reads as full precision is shared, and none of the sequence's blocks ever cools.
+        lease: given back once the sequence has references of its own; one that has ended is a miss, not an error.
         prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption).
         private_from: blocks from that token position on are neither shared nor named.
+        spare_blocks: blocks by cache group that must be left for others once the whole prompt has its own.
         Raises CapacityError with nothing changed: `permanent` when the prompt can never fit, else when it does not
-        fit now; DuplicateSequence; UsageError for an empty prompt or token ids out of range.
+        fit now; DuplicateSequence; LeaseError for another store's lease; UsageError for an empty prompt, token ids out
+        of range, or counts outside the prompt.
         """
-        chain = self._chain(token_ids, media, identity)
+        text_id("sequence_id", sequence_id)
+        chain = self._prompts.chain(token_ids, media, identity)
+        token_count = chain.token_count
+        prompt_tokens = token_count if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, 0, token_count)
+        private_from = None if private_from is None else whole("private_from", private_from, 0)
         with self._lock:
             self._check_open()
+            if not self._prompts.is_current(chain):  # reset since the line above
+                chain = self._prompts.chain(token_ids, media, identity)
             if sequence_id in self._sequences:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
-            token_count = chain.token_count
+            self._parts.leases.check(lease)
             self.check_fits(token_count)
-            tables = [
-                BlockTable(self.pool, index, self.geometry.block_tokens, group.window_tokens)
-                for index, group in enumerate(self.geometry.groups)
-            ]
             sequence = Sequence(
                 sequence_id=sequence_id,
                 chain=chain,
                 root=chain.root,
-                tables=tables,
+                tables=self._admitter.empty_tables(),
                 exact=exact,
-                prompt_tokens=token_count if prompt_tokens is None else prompt_tokens,
+                prompt_tokens=prompt_tokens,
                 private_from=private_from,
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
-            block_tokens = self.geometry.block_tokens
-            self._admitter.build_tables(sequence, plan, token_count - plan.blocks * block_tokens)
-            sequence.written = plan.blocks * block_tokens
-            if plan.lossy:
-                sequence.lossy_from = sequence.written
+            missing = token_count - plan.blocks * self.geometry.block_tokens
+            self._admitter.build_tables(sequence, plan, missing, spare_blocks)
             self._sequences[sequence_id] = sequence
-            self._admitter.start_fetch(sequence, plan, self._fetch_done, self._clock())
-            if sequence.state is SequenceState.RUNNING:
-                self._take_ready(sequence, plan.blocks, {})
-            reused = plan.device_blocks * block_tokens
-            by_tier = self._admitter.hit(plan).by_tier
-            return Admission(sequence_id, reused, plan.blocks * block_tokens - reused, by_tier)
+            self._parts.leases.take_over(lease)
+            if sequence.pending:
+                self._admitter.start_fetch(sequence, plan, self._arrivals.fetched, self._clock())
+            else:
+                self._arrivals.ready(sequence, plan.blocks, {})
+            if sequence.state is SequenceState.RUNNING:  # also when no tier took the request
+                ready = sequence.committed
+                return Admission(sequence_id, ready, 0, {"device": ready} if ready else {})
+            hit = self._admitter.hit(plan)
+            return Admission(sequence_id, hit.device_tokens, hit.tokens - hit.device_tokens, hit.by_tier)
 
     def fetch(self, sequence_id: str) -> FetchState:
         """Whether the copies that `admit` asked for have arrived. Never waits: call `step` between two calls."""
@@ -250,50 +253,9 @@ class KVStore:
             done = sequence.state is SequenceState.RUNNING
             return FetchState(done, sequence.committed if done else 0)
 
-    def _fetch_done(self, sequence: Sequence) -> None:
-        """All copies of a sequence have an outcome. Runs inside `step`, under the lock."""
-        if self._sequences.get(sequence.sequence_id) is not sequence:
-            return  # aborted meanwhile: its blocks were released and leave when their transfers ended
-        planned = sequence.written // self.geometry.block_tokens
-        pending = sequence.pending
-        blocks = self._admitter.settle(sequence)
-        self._upkeep.remember_fetched(sequence, [copy for copy in pending if copy.outcome and copy.position < blocks])
-        if blocks < planned:
-            self._growth.truncate(sequence, blocks * self.geometry.block_tokens)
-            if all(self.pool.reads_exact(one) for table in sequence.tables for one in table.ids().tolist() if one >= 0):
-                sequence.lossy_from = None
-            elif sequence.lossy_from is not None:
-                sequence.lossy_from = blocks * self.geometry.block_tokens
-        self._take_ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
-
-    def _take_ready(self, sequence: Sequence, blocks: int, fetched: dict[int, str]) -> None:
-        """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
-        block_tokens = self.geometry.block_tokens
-        sequence.written = sequence.committed = sequence.reused_tokens = blocks * block_tokens
-        sequence.sealed_blocks = blocks
-        by_tier = Counter(fetched.get(position, "device") for position in range(blocks))
-        hits = {name: count * block_tokens for name, count in by_tier.items()}
-        self.metrics.count_request(sequence.sequence_id, sequence.chain.token_count, hits)
-        self.metrics.reused(sequence.reused_tokens, hits)
-        self._upkeep.touch_below(sequence, blocks)
-
     def check_fits(self, token_count: int) -> None:
         """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
-        block_tokens, layout = self.geometry.block_tokens, self.pool.layout
-        for index, group in enumerate(self.geometry.groups):
-            held = token_count
-            if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
-                held = min(token_count, group.window_tokens + 2 * block_tokens)
-            needed = -(-held // block_tokens)
-            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
-            if needed > ever:
-                raise CapacityError(
-                    needed,
-                    ever,
-                    f"blocks of group {group.name!r} for a sequence of {token_count} tokens, more than the slab can "
-                    "ever hold: raise device_bytes or shorten the prompt",
-                    permanent=True,
-                )
+        self._admitter.check_fits(token_count)
 
     # -- grow, commit, rollback ---------------------------------------------------------------------------------
 
@@ -303,8 +265,8 @@ class KVStore:
         A partly filled block that others hold too is copied first. `error.transient` says that transfers in flight
         will free memory, so trying again after `step` may succeed without preempting anybody.
         """
-        if token_count <= 0:
-            raise UsageError(f"grow needs a positive token_count, got {token_count} for sequence {sequence_id!r}")
+        if type(token_count) is not int or token_count <= 0:
+            token_count = whole(f"token_count of grow for sequence {sequence_id!r}", token_count)
         with self._lock:
             self._growth.grow(self._running(sequence_id), token_count)
 
@@ -319,7 +281,7 @@ class KVStore:
     def commit_prompt(self, sequence_id: str, token_count: int) -> None:
         """`commit` of the next `token_count` tokens that the sequence was admitted with: nothing is hashed again."""
         with self._lock:
-            self._growth.commit_prompt(self._running(sequence_id), token_count)
+            self._growth.commit_prompt(self._running(sequence_id), whole("token_count", token_count))
 
     def rollback(self, sequence_id: str, token_count: int) -> None:
         """Drop the last `token_count` written tokens, uncommitted ones first.
@@ -329,7 +291,7 @@ class KVStore:
         sequence would need, or when the cut falls into an INT4 block.
         """
         with self._lock:
-            self._growth.rollback(self._running(sequence_id), token_count)
+            self._growth.rollback(self._running(sequence_id), whole("token_count", token_count))
 
     def prefill_done(self, sequence_id: str) -> None:
         """The prompt is computed: its blocks may cool from now on, save the first and the newest ones."""
@@ -346,9 +308,13 @@ class KVStore:
             return tuple(table.entries() for table in self._running(sequence_id).tables)
 
     def slot_mapping(self, sequence_id: str, group: int, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Where to write tokens start..start+count-1: int64 [count], slot * block_tokens + offset."""
+        """Where to write tokens start..start+count-1: int64 [count], slot * block_tokens + offset.
+
+        Only tokens that are written and not committed have such a place: UsageError for others, whose blocks may be
+        shared.
+        """
         with self._lock:
-            return self._running(sequence_id).tables[group].slot_mapping(start, count)
+            return self._growth.slot_mapping(self._running(sequence_id), group, start, count)
 
     # -- fork, preempt, finish, abort ---------------------------------------------------------------------------
 
@@ -356,6 +322,7 @@ class KVStore:
         """A second sequence with the same past; blocks are shared and copied only when written to."""
         with self._lock:
             parent = self._running(sequence_id)
+            text_id("child_id", child_id)
             if child_id in self._sequences:
                 raise DuplicateSequence(f"sequence {child_id!r} is live already; fork needs a new id")
             if parent.written != parent.committed:
@@ -363,27 +330,11 @@ class KVStore:
                     f"fork of {sequence_id!r}: {parent.written - parent.committed} written tokens are not committed; "
                     "commit or roll them back first"
                 )
-            tables = [table.fork() for table in parent.tables]
-            self._sequences[child_id] = Sequence(
-                sequence_id=child_id,
-                chain=parent.chain.fork(),
-                root=parent.root,
-                tables=tables,
-                exact=parent.exact,
-                prompt_tokens=parent.prompt_tokens,
-                written=parent.written,
-                committed=parent.committed,
-                sealed_blocks=parent.sealed_blocks,
-                lossy_from=parent.lossy_from,
-                cold_generation=parent.cold_generation,
-                prefill_done=parent.prefill_done,
-                shared=parent.shared,
-                reused_tokens=parent.reused_tokens,
-                private_from=parent.private_from,
-            )
-            if parent.exact:
-                for table in tables:
+            child = self._sequences[child_id] = parent.fork(child_id)
+            if child.exact:
+                for table in child.tables:
                     self.pool.hold_exact(table.ids())
+            self._growth.hold_tails(child)
 
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
@@ -408,6 +359,7 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
+        self._growth.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:
                 self.pool.drop_exact(table.ids())
@@ -429,13 +381,17 @@ class KVStore:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
-            if not self._upkeep.mover.in_flight_blocks:
+            if self._closed or not self._upkeep.mover.in_flight_blocks:
                 return False
         return self._arrived.wait(timeout_seconds)
 
     def usage(self) -> StoreUsage:
         with self._lock:
-            return self._upkeep.usage()
+            return measure(self.geometry, self.pool, list(self._sequences.values()))
+
+    def _state_gauges(self) -> None:
+        with self._lock:
+            state_gauges(self.metrics, self.usage(), self._upkeep.mover.depths(), self.tiers)
 
     def reset(self) -> None:
         """The weights changed in place: nothing stored before is ever served again.
@@ -445,37 +401,17 @@ class KVStore:
         """
         with self._lock:
             self._check_open()
-            self._identity = replace(self._identity, epoch=self._identity.epoch + 1)
-            self._root = self._identity.root()
+            epoch = self._prompts.raise_epoch()
             for sequence in self._sequences.values():
                 sequence.shared = False
-            self.pool.drop_all_idle()
-            failures = []
-            for tier in self._parts.tiers:
-                try:
-                    tier.clear()
-                except TierError as error:
-                    failures.append(f"{tier.name}: {error}")
-            if failures:
-                raise TierError("reset did not reach every tier: " + "; ".join(failures))
+            self.pool.forget_names()
+            self.events.begin_epoch(epoch)
+            self._upkeep.clear()
 
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""
         with self._lock:
-            tables = [table for sequence in self._sequences.values() for table in sequence.tables]
-            self.pool.check_invariants(tables)
-            for sequence in self._sequences.values():
-                self._check_sequence(sequence)
-
-    def _check_sequence(self, sequence: Sequence) -> None:
-        name = sequence.sequence_id
-        if not 0 <= sequence.committed <= sequence.written and sequence.state is SequenceState.RUNNING:
-            raise IntegrityError(f"{name!r}: committed {sequence.committed} > written {sequence.written}")
-        if sequence.chain.token_count < sequence.committed:
-            raise IntegrityError(f"{name!r}: chain of {sequence.chain.token_count} < committed {sequence.committed}")
-        for table in sequence.tables:
-            if table.token_count != sequence.written:
-                raise IntegrityError(f"{name!r}: table has {table.token_count} tokens, written {sequence.written}")
+            check_store(self.pool, self._sequences)
 
     def close(self) -> None:
         """Stop movement, close the tiers that this store made or was given. Closing twice is harmless."""
@@ -495,24 +431,6 @@ class KVStore:
         self.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _chain(self, token_ids: Items[int] | HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
-        if isinstance(token_ids, HashChain):
-            if token_ids.block_tokens != self.geometry.block_tokens:
-                raise UsageError(
-                    f"the prompt was hashed in blocks of {token_ids.block_tokens}, this store's are "
-                    f"{self.geometry.block_tokens}"
-                )
-            return token_ids.fork()
-        if not len(token_ids):
-            raise UsageError("an empty prompt has nothing to compute: give at least one token id")
-        chain = HashChain(
-            self._root if identity is None else identity.root(),
-            self.geometry.block_tokens,
-            placeholder_ids=self._placeholder_ids,
-        )
-        chain.extend(token_ids, media)
-        return chain
 
     def _sequence(self, sequence_id: str) -> Sequence:
         self._check_open()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allocator import COLD, FULL
+from allocator import COLD, FULL, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvstore.tier import CopyKey, Tier
 
 _SHORT_STEPS = 4  # room is short when it would be gone after this many steps' worth of movement
-_FORM_NAMES = {FULL: "full", COLD: "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +40,11 @@ class StepReport:
     moved_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """A snapshot of the slab. All bytes are device bytes; a shared block counts once.
-
-    bytes_by_class: bytes of live and idle blocks, "group:form" -> bytes.
-    extent_bytes: extents in use by any class. waste_bytes: extent remainders and unfilled token slots of live blocks.
-    resident_tokens: tokens whose KV is on the device, idle blocks included, counted in the widest group.
-    """
-
-    bytes_by_class: Mapping[str, int]
-    extent_bytes: int
-    used_bytes: int
-    waste_bytes: int
-    resident_tokens: int
-    live_sequences: int
-
-    @property
-    def waste_fraction(self) -> float:
-        return self.waste_bytes / self.extent_bytes if self.extent_bytes else 0.0
-
-
 @dataclass(slots=True)
 class _Name:
     root: bytes
     parent: bytes | None
+    copied: tuple[int, int] | None = None  # (form, when it became idle) of the copy that was last asked for
 
 
 @dataclass(slots=True)
@@ -78,7 +57,6 @@ class Upkeep:
     tiers: tuple[Tier, ...]
     config: KVStoreConfig
     sequences: Mapping[str, Sequence]
-    cool_generation: int = 0  # grows whenever blocks have cooled, so that sequences look at their own again
     cools: bool = False
     _names: dict[int, _Name] = field(default_factory=dict)  # root and parent hash by block id, for copies below
     _starved: int | None = None
@@ -114,6 +92,21 @@ class Upkeep:
         self.mover.forget(ids)
         for block_id in ids:
             self._names.pop(block_id, None)
+
+    def clear(self) -> None:
+        """For a reset: no block keeps a name under which it could be copied down, and every tier is emptied.
+
+        Raises TierError when a tier cannot be reached, after all have been tried.
+        """
+        self._names.clear()
+        failures = []
+        for tier in self.tiers:
+            try:
+                tier.clear()
+            except TierError as error:
+                failures.append(f"{tier.name}: {error}")
+        if failures:
+            raise TierError("reset did not reach every tier: " + "; ".join(failures))
 
     def note_shortage(self, group: int) -> None:
         self._starved = group
@@ -158,6 +151,10 @@ class Upkeep:
     # -- step ---------------------------------------------------------------------------------------------------
 
     @property
+    def cool_generation(self) -> int:
+        return self.mover.cool_generation
+
+    @property
     def names_blocks(self) -> bool:
         """Whether blocks' roots and parents are needed: for copies below, or to tell a first block."""
         return self.cools or bool(self.tiers)
@@ -179,8 +176,6 @@ class Upkeep:
 
     def drain(self, now: float) -> StepReport:
         drained = self.mover.drain(self.tiers, now)
-        if drained.cooled:
-            self.cool_generation += 1
         return StepReport(drained.cooled, drained.spilled, drained.fetched)
 
     def _compact(self) -> int:
@@ -189,8 +184,13 @@ class Upkeep:
             return 0
         moves = self.pool.plan_compaction(self._starved, FULL)
         self._starved = None
-        for move in moves:
-            self.device.copy(*divmod(move.class_index, 2), move.source_slot, move.target_slot)
+        for place, move in enumerate(moves):
+            try:
+                self.device.copy(*divmod(move.class_index, 2), move.source_slot, move.target_slot)
+            except BaseException:
+                for rest in moves[place:]:
+                    self.pool.cancel_move(rest)
+                raise
             self.pool.apply_move(move)
         return len(moves)
 
@@ -231,13 +231,21 @@ class Upkeep:
         )
 
     def _spill(self, ids: Items[int]) -> None:
-        """Submit copies of those blocks that have a name and no copy in the first tier yet."""
+        """Submit copies of those blocks that have a name and no copy in the first tier yet.
+
+        Once for each time a block is idle: a tier that is smaller than one step's copies would be written round and
+        round otherwise, and a copy that was dropped from it for a better one would come back.
+        """
         pool, tier = self.pool, self.tiers[0]
         named: list[tuple[int, CopyKey, bytes | None]] = []
         for block_id in ids:
             block_hash, name = pool.hash_of(block_id), self._names.get(block_id)
             if block_hash is None or name is None or pool.in_flight(block_id):
                 continue
+            life = (pool.form_of(block_id), pool.idle_since(block_id))
+            if name.copied == life:
+                continue
+            name.copied = life
             key = self.residency.copy_key(
                 name.root, pool.group_of(block_id), block_hash, pool.form_of(block_id), pool.computed_exact(block_id)
             )
@@ -246,34 +254,3 @@ class Upkeep:
             return
         present = tier.contains([key for _, key, _ in named])
         self.mover.start_spill(tier, [item for item, there in zip(named, present, strict=True) if not there])
-
-    # -- usage --------------------------------------------------------------------------------------------------
-
-    def usage(self) -> StoreUsage:
-        pool = self.pool.usage()
-        block_tokens = self.geometry.block_tokens
-        blocks = [0] * len(self.geometry.groups)
-        for row in pool.classes:
-            blocks[row.group] += row.live_blocks + row.idle_blocks
-        widest = max(range(len(blocks)), key=blocks.__getitem__)
-        unfilled: dict[int, int] = {}  # bytes by block id, so that a shared tail counts once
-        unfilled_tokens = 0
-        for sequence in self.sequences.values():
-            for table in sequence.tables:
-                spare = table.capacity_tokens - table.token_count
-                last = int(table.ids()[-1]) if spare else -1
-                if spare and last not in unfilled:
-                    unfilled[last] = spare * self.geometry.group_token_bytes(table.group)
-                    unfilled_tokens += spare if table.group == widest else 0
-        return StoreUsage(
-            bytes_by_class={
-                f"{self.geometry.groups[row.group].name}:{_FORM_NAMES[row.form]}": row.used_bytes
-                for row in pool.classes
-                if row.slots
-            },
-            extent_bytes=pool.in_use_bytes,
-            used_bytes=pool.used_bytes,
-            waste_bytes=pool.remainder_bytes + sum(unfilled.values()),
-            resident_tokens=blocks[widest] * block_tokens - unfilled_tokens,
-            live_sequences=len(self.sequences),
-        )

@@ -66,9 +66,10 @@ class OwnSide:
         chain = _chain([*tokens, 0])
         watch = Stopwatch(time.thread_time)
         with watch:
-            hit = store.lookup_hashes(chain.root, chain.hashes, chain.token_count)
+            for _ in range(work.REPEATS):
+                hit = store.lookup_hashes(chain.root, chain.hashes, chain.token_count)
         assert hit.tokens == work.PROMPT_TOKENS
-        return watch.seconds
+        return watch.seconds / work.REPEATS
 
     def admit(self, warm: bool, hashed: bool, round_number: int) -> float:
         store = self._store(work.PROMPT_BLOCKS)
@@ -82,11 +83,13 @@ class OwnSide:
 
     def free(self, round_number: int) -> float:
         store = self._store(work.PROMPT_BLOCKS)
-        sequence = self._admit(store, work.prompt(round_number), 0)
+        tokens = work.prompt(round_number)
         watch = Stopwatch(time.thread_time)
-        with watch:
-            store.finish(sequence)
-        return watch.seconds
+        for repeat in range(work.REPEATS):
+            sequence = self._admit(store, tokens, work.PROMPT_TOKENS - work.BLOCK_TOKENS if repeat else 0)
+            with watch:
+                store.finish(sequence)
+        return watch.seconds / work.REPEATS
 
     def decode_step(self, round_number: int) -> float:
         per_sequence = -(-(work.DECODE_PROMPT_TOKENS + work.DECODE_STEPS) // work.BLOCK_TOKENS)

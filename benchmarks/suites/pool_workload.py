@@ -11,6 +11,8 @@ PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 POOL_BLOCKS = 8_192
 """Blocks of the allocate-and-free pool; each pass hands out all of them and takes them back."""
 PASSES = 3
+REPEATS = 7
+"""How often a round does what takes a tenth of a millisecond."""
 BATCHES = (1, 16, 256, 2_048)
 DECODE_SEQUENCES = 32
 DECODE_STEPS = 64

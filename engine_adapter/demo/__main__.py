@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_adapter.demo.console import ConsoleDisplay
 from engine_adapter.demo.settings import Options, Sizes, sizes_for
-from engine_adapter.demo.workload import question_limit
+from engine_adapter.demo.workload import WorkloadError, question_limit
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
@@ -63,10 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo, write its reports, return the exit code."""
     options = parse(arguments)
     wait_without_spinning()
+    from allocator import KVError
+    from engine_adapter.demo.serve import ServeError
+
     display = ConsoleDisplay(to_stderr=options.json_path == "-")
     try:
         report = run(options, sizes_for(options), display)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, KVError, ServeError, WorkloadError) as error:
         display.console.print(f"[bold red]cannot run:[/bold red] {error}")
         return 1
     write(report, options)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 420, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 12, 40
 
 Label = Callable[[float], str]
 

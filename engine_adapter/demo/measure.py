@@ -26,7 +26,7 @@ _TIMELINE_POINTS = 160
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Evenly thinned samples: each point is the largest value of its stretch of steps."""
+    """Evenly thinned samples: most tokens and sequences of each stretch of steps, and bytes of its fullest step."""
 
     seconds: tuple[float, ...]
     resident_tokens: tuple[int, ...]
@@ -104,11 +104,13 @@ def run_setting(
 ) -> SettingRun:
     """Serve `workload` with the memory of `setting`. Raises ServeError when a request fails."""
     identity = Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry)
+    step_blocks = step_tokens // runner.geometry.block_tokens  # movement keeps pace with what a step computes
     config = KVStoreConfig(
         device_bytes=setting.device_bytes,
         host_bytes=setting.host_bytes,
         codec=setting.codec,
-        cool_blocks_per_step=step_tokens // runner.geometry.block_tokens,
+        cool_blocks_per_step=step_blocks,
+        spill_blocks_per_step=step_blocks,
     )
     with KVStore(runner.geometry, identity, config) as store:
         if store.slab is None:
@@ -190,9 +192,11 @@ def mean_waste(samples: Sequence[Sample]) -> float:
 
 
 def thinned(samples: Sequence[Sample], points: int = _TIMELINE_POINTS) -> Timeline:
-    """At most `points` points, each the largest of its stretch, so that no peak is lost."""
+    """At most `points` points, made so that no peak is lost and that bytes of one point were there together."""
     width = max(1, -(-len(samples) // points))
     stretches = [samples[start : start + width] for start in range(0, len(samples), width)]
+
+    fullest = [max(stretch, key=lambda sample: sample.device_bytes) for stretch in stretches]
 
     def largest(value: Callable[[Sample], int]) -> tuple[int, ...]:
         return tuple(max(value(sample) for sample in stretch) for stretch in stretches)
@@ -200,9 +204,9 @@ def thinned(samples: Sequence[Sample], points: int = _TIMELINE_POINTS) -> Timeli
     return Timeline(
         seconds=tuple(round(stretch[-1].seconds, 3) for stretch in stretches),
         resident_tokens=largest(lambda sample: sample.resident_tokens),
-        full_bytes=largest(lambda sample: sample.bytes_by_form["full"]),
-        int4_bytes=largest(lambda sample: sample.bytes_by_form["int4"]),
-        host_bytes=largest(lambda sample: sample.host_bytes),
+        full_bytes=tuple(sample.bytes_by_form["full"] for sample in fullest),
+        int4_bytes=tuple(sample.bytes_by_form["int4"] for sample in fullest),
+        host_bytes=tuple(sample.host_bytes for sample in fullest),
         running=largest(lambda sample: sample.running),
     )
 

@@ -137,8 +137,8 @@ def _pictures(served: Sequence[Setting]) -> list[str]:
         _card(
             "Waiting between words (ITL)",
             bar_chart(_latency_bars(served, "itl_seconds")),
-            "Time between two tokens of an answer, while up to "
-            "all users are served in one batch and new prompts are read in pieces in between.",
+            "Time between two tokens of an answer; the more users memory lets in at a time, the longer a step of them "
+            "all takes.",
         ),
         _card(
             "Interrupted requests (preemptions)",

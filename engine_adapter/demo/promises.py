@@ -47,21 +47,25 @@ class ColdBlock:
         return self.cold_bytes / self.full_bytes
 
 
-def exact_promises(reports: Iterable[SettingReport]) -> list[Promise]:
+def exact_promises(ample: SettingReport, tight: SettingReport) -> list[Promise]:
     """Part 1: equal to transformers' generate, under little memory too."""
-    promises = []
-    for report in reports:
-        promises.append(
-            Promise(
-                f"{report.name}: {EQUAL}",
-                "In float32 every output token equals that of transformers' own generate.",
-                "equal" if report.outputs_equal else f"agreement {report.agreement:.4f}",
-                report.outputs_equal,
-            )
+    equal = [
+        Promise(
+            f"{report.name}: {EQUAL}",
+            "In float32 every output token equals that of transformers' own generate.",
+            "equal" if report.outputs_equal else f"agreement {report.agreement:.4f}",
+            report.outputs_equal,
         )
-        if report.name.endswith("tight"):
-            promises.append(_under_pressure(report))
-    return promises
+        for report in (ample, tight)
+    ]
+    short = Promise(
+        f"{tight.name}: little memory",
+        "Blocks were evicted and prompts read again, and the answers are equal all the same.",
+        f"{tight.evictions} evictions, {tight.preemptions} preemptions, {tight.prefill_tokens_computed:,} prompt "
+        f"tokens computed against {ample.prefill_tokens_computed:,}",
+        tight.evictions > 0 and tight.prefill_tokens_computed > ample.prefill_tokens_computed,
+    )
+    return [*equal, short]
 
 
 def _under_pressure(report: SettingReport) -> Promise:

@@ -56,10 +56,10 @@ class Sizes:
     users: int = 8
     step_tokens: int = 256
     exact_documents: int = 2
-    exact_document_tokens: int = 400
+    exact_document_tokens: int = 200
     exact_requests: int = 8
-    exact_new_tokens: int = 24
-    exact_users: int = 4
+    exact_new_tokens: int = 32
+    exact_users: int = 6
     seed: int = 7
 
     @property

@@ -18,6 +18,10 @@ _ANSWER = "\u241f"  # stands for the model's answer while a chat template is ren
 _LOCALITY = 0.6  # chance that the next user asks about the same document as the one before
 
 
+class WorkloadError(ValueError):
+    """The texts on this machine do not give the workload that was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """One user. `follow_ups` are the token ids that come between an answer and the next one."""
@@ -114,7 +118,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 def document_text(document: Document, chat_format: ChatFormat, token_count: int) -> str:
     """The document's text, cut at a paragraph (else at a line) so that it has about `token_count` tokens, rather more.
 
-    Raises ValueError when this Python's documentation is too short for that.
+    Raises WorkloadError when this Python's documentation is too short for that.
     """
     lines: list[str] = []
     tokens = 0
@@ -124,7 +128,7 @@ def document_text(document: Document, chat_format: ChatFormat, token_count: int)
             tokens += chat_format.count(line + "\n")
             if tokens > token_count * 1.05 or (tokens >= token_count and not line):
                 return "\n".join(lines).rstrip()
-    raise ValueError(
+    raise WorkloadError(
         f"document {document.name!r} has {tokens} tokens in this Python's pydoc_data.topics, fewer than {token_count}; "
         "ask for shorter documents"
     )
@@ -143,7 +147,7 @@ def document_sessions(chat_format: ChatFormat, count: int, token_count: int, doc
         questions = [*document.questions, *GENERAL_QUESTIONS]
         wanted = count // documents + int(place < count % documents)
         if wanted > len(questions):
-            raise ValueError(f"{wanted} questions for document {document.name!r}, but only {len(questions)} are known")
+            raise WorkloadError(f"{wanted} questions for {document.name!r}, but only {len(questions)} are known")
         for number, question in enumerate(questions[:wanted]):
             said = f"Answer the question about this part of the Python documentation.\n\n{text}\n\nQuestion: {question}"
             sessions.append(Session(f"{document.name}-{number + 1}", document.name, chat_format.first(said)))

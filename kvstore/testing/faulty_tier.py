@@ -181,6 +181,9 @@ class FaultyTier(Tier):
     def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
         return self.inner.leading_run(key, hashes)
 
+    def cancel(self, transfer: Transfer) -> bool:
+        return self.inner.cancel(transfer)
+
     def delete(self, keys: Sequence[CopyKey]) -> int:
         return self.inner.delete(keys)
 

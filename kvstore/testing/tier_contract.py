@@ -11,10 +11,11 @@ import time
 import numpy as np
 
 from kvstore.copy_key import CopyKey
+from kvstore.executor import ThreadExecutor
 from kvstore.testing.executor import SteppedExecutor
 from kvstore.testing.faulty_tier import Faults, FaultyTier
 from kvstore.testing.transfer_contract import CANCELLED, MISS, OK, TransferContract, key_of, payload_of
-from kvstore.tier import ByteRow, GetItem, PutItem, ResultCode, ThreadExecutor, Tier
+from kvstore.tier import ByteRow, GetItem, PutItem, ResultCode, Tier
 
 
 class TierContract(TransferContract):

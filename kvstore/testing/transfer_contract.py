@@ -15,17 +15,9 @@ import numpy as np
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
+from kvstore.executor import Executor, InlineExecutor
 from kvstore.testing.executor import SteppedExecutor
-from kvstore.tier import (
-    ByteRow,
-    Completion,
-    Executor,
-    GetItem,
-    InlineExecutor,
-    PutItem,
-    ResultCode,
-    Tier,
-)
+from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier
 
 OK, MISS, CANCELLED = ResultCode.OK, ResultCode.MISS, ResultCode.CANCELLED
 

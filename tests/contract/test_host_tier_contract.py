@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvstore.executor import Executor
 from kvstore.host_tier import HostTier
 from kvstore.testing import TierContract
-from kvstore.tier import Executor
 
 
 class TestHostTier(TierContract):

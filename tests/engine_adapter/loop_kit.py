@@ -13,8 +13,8 @@ from engine_adapter.decode_loop import DecodeLoop, StepOutcome
 from engine_adapter.request import Request, RequestResult
 from engine_adapter.testing import ToyModel, ToyRunner, toy_generate
 from kvstore import HostTier, Identity, KVStore, KVStoreConfig
+from kvstore.executor import InlineExecutor, ThreadExecutor
 from kvstore.testing import Faults, FaultyTier
-from kvstore.tier import InlineExecutor, ThreadExecutor
 
 VOCAB = 97
 

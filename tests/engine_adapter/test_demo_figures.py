@@ -67,6 +67,8 @@ AMPLE = report("ample", peak_device_bytes=1000)
 TIGHT = report("tight")
 INT4 = report("tight-int4", tokens_resident_peak=22, prefill_tokens_computed=60, preemptions=1)
 COLD = ColdBlock(1000, 300)
+EXACT = report("exact-ample", evictions=0)
+EXACT_TIGHT = report("exact-tight", prefill_tokens_computed=120)
 
 
 def test_divergence_of_equal_logits_is_zero_and_of_others_is_the_textbook_value() -> None:
@@ -117,6 +119,15 @@ def test_a_thinned_timeline_keeps_every_peak() -> None:
     assert thinned(samples[:3]).resident_tokens == (0, 1, 2)
 
 
+def test_bytes_of_a_thinned_point_were_there_together() -> None:
+    steps = [
+        dataclasses.replace(sample(), bytes_by_form={"full": full, "int4": int4})
+        for full, int4 in ((90, 0), (10, 85), (60, 40))
+    ]
+    timeline = thinned(steps, points=1)
+    assert (timeline.full_bytes, timeline.int4_bytes) == ((60,), (40,))
+
+
 def failed(found: list[Promise]) -> set[str]:
     return {promise.name for promise in found if promise.held is False}
 
@@ -124,7 +135,7 @@ def failed(found: list[Promise]) -> set[str]:
 def test_promises_hold_for_figures_that_keep_them() -> None:
     assert failed(memory_promises(AMPLE, TIGHT, INT4, COLD)) == set()
     assert failed([waste_promise([AMPLE, TIGHT, INT4]), fidelity_promise(INT4, TIGHT)]) == set()
-    assert failed(exact_promises([report("exact-ample"), report("exact-tight")])) == set()
+    assert failed(exact_promises(EXACT, EXACT_TIGHT)) == set()
 
 
 @pytest.mark.parametrize(
@@ -149,18 +160,20 @@ def test_each_memory_promise_can_fail(which: str, changes: dict[str, object], na
 
 
 def test_equality_waste_and_fidelity_can_fail() -> None:
-    unequal = dataclasses.replace(report("exact-ample"), outputs_equal=False)
-    assert failed(exact_promises([unequal])) == {"exact-ample: equal outputs"}
-    assert failed(exact_promises([report("exact-tight", preemptions=0)])) == {"exact-tight: real pressure"}
+    unequal = dataclasses.replace(EXACT, outputs_equal=False)
+    assert failed(exact_promises(unequal, EXACT_TIGHT)) == {"exact-ample: equal outputs"}
+    for changes in ({"evictions": 0}, {"prefill_tokens_computed": 100}):
+        roomy = dataclasses.replace(EXACT_TIGHT, **changes)
+        assert failed(exact_promises(EXACT, roomy)) == {"exact-tight: little memory"}
     assert failed([waste_promise([AMPLE, report("multi-turn", waste_fraction=0.041)])]) == {"waste"}
     for changes in ({"mean_kl": 0.0061}, {"agreement": 0.94}, {"mean_kl": None}):
         assert failed([fidelity_promise(dataclasses.replace(INT4, **changes), TIGHT)]) == {"fidelity after hits"}
 
 
 def test_a_quick_run_checks_equality_alone() -> None:
-    unequal = dataclasses.replace(report("exact-ample"), outputs_equal=False)
-    found = unchecked([*exact_promises([unequal]), waste_promise([report("x", waste_fraction=1.0)])])
-    assert [promise.held for promise in found] == [False, None]
+    unequal = dataclasses.replace(EXACT, outputs_equal=False)
+    found = unchecked([*exact_promises(unequal, EXACT_TIGHT), waste_promise([report("x", waste_fraction=1.0)])])
+    assert [promise.held for promise in found] == [False, True, None, None]
 
 
 @pytest.mark.parametrize("largest", [0.004, 0.7, 1, 3, 99, 1234, 7_952])

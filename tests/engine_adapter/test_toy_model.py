@@ -24,7 +24,8 @@ def feed(kit: Kit, tokens: list[int], start: int, end: int) -> np.ndarray:
     kit.store.grow("s", end - start)
     logits = kit.runner.forward(StepBatch((part(kit, tokens, start, end),)))
     kit.store.commit("s", tokens[start:end])
-    return logits.numpy()[-1]
+    row: np.ndarray = logits.numpy()[-1]
+    return row
 
 
 def part(kit: Kit, tokens: list[int], start: int, end: int) -> SequenceSlice:

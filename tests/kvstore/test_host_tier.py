@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import ConfigError, CopyKey, GetItem, HostTier, IntegrityError, PutItem, ResultCode, UsageError
+from kvstore.executor import InlineExecutor, ThreadExecutor, make_executor
 from kvstore.testing import SteppedExecutor
-from kvstore.tier import InlineExecutor, Job, ThreadExecutor, make_executor
+from kvstore.tier import Job
 
 OK, MISS = ResultCode.OK, ResultCode.MISS
 

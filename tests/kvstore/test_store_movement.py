@@ -264,3 +264,32 @@ def test_loading_costs_more_than_computing_recomputes(make_store: Callable[..., 
     store.pool.drop_all_idle()
     assert store.lookup(prompt).tokens == 0
     assert run_prompt(store, "b", prompt) == 0
+
+
+def test_refused_admission_starts_no_fetch(make_store: Callable[..., KVStore]) -> None:
+    tier, executor = held_tier()
+    store = make_store(blocks=10, tiers=[tier], load_always=True)
+    prompt = list(range(6 * B + 1))
+    run_prompt(store, "a", prompt)
+    store.preempt("a")
+    executor.run()
+    store.step()
+    store.pool.drop_all_idle()
+    with pytest.raises(CapacityError, match="needed 5 "):
+        store.admit("b", prompt, spare_blocks=[4])
+    assert executor.tasks == []
+    assert store.usage().used_bytes == 0
+    assert store.admit("b", prompt, spare_blocks=[3]).pending_tokens == 6 * B
+    executor.run()
+    store.step()
+
+
+def test_a_block_is_copied_down_once_while_it_stays_idle(make_store: Callable[..., KVStore]) -> None:
+    store = make_store(blocks=16, host_blocks=3, spill_blocks_per_step=8)
+    for index in range(3):
+        run_prompt(store, "s", list(range(index * 1000, index * 1000 + 5 * B)))
+        store.finish("s")
+    for _ in range(50):
+        store.step()
+    spilled = store.metrics.get("spilled_blocks", tier="host")
+    assert 3 <= spilled <= 15, "a tier smaller than a step's copies must not be written round and round"

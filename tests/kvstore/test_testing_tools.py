@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvstore import CopyKey, GetItem, HostTier, PutItem, ResultCode, UsageError
+from kvstore.executor import Executor
 from kvstore.testing import Faults, FaultyTier, ManualClock, SteppedExecutor, TierContract
-from kvstore.tier import Completion, Executor
+from kvstore.tier import Completion
 
 OK = ResultCode.OK
 

@@ -216,7 +216,7 @@ def test_a_bug_in_the_table_is_found(broken: type[BlockTable]) -> None:
 
 @pytest.mark.parametrize("swap", [swap_without_form, swap_nothing], ids=lambda function: function.__name__)
 def test_a_bug_in_the_swap_of_slots_is_found(swap: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExtentLedger, "swap_slots", swap)
+    monkeypatch.setattr(ExtentLedger, "exchange_slots", swap)
     with pytest.raises(FOUND):
         find()
 

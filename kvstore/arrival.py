@@ -1,0 +1,76 @@
+"""The moment a sequence can compute: what it asked for is there, or is a miss. Runs under the store's lock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from allocator import BlockPool, KVGeometry
+    from kvstore.admission import Admitter
+    from kvstore.announce import Announcer
+    from kvstore.growth import Growth
+    from kvstore.metrics import StoreMetrics
+    from kvstore.sequence import Sequence
+    from kvstore.upkeep import Upkeep
+
+
+class Arrivals:
+    """sequences: the live ones by id, of which `fetched` leaves alone those that are gone."""
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool: BlockPool,
+        admitter: Admitter,
+        growth: Growth,
+        upkeep: Upkeep,
+        metrics: StoreMetrics,
+        announcer: Announcer,
+        sequences: Mapping[str, Sequence],
+    ) -> None:
+        self._block_tokens = geometry.block_tokens
+        self._pool = pool
+        self._admitter = admitter
+        self._growth = growth
+        self._upkeep = upkeep
+        self._metrics = metrics
+        self._announcer = announcer
+        self._sequences = sequences
+
+    def fetched(self, sequence: Sequence) -> None:
+        """All copies that a sequence waited for have an outcome."""
+        if self._sequences.get(sequence.sequence_id) is not sequence:
+            return  # aborted meanwhile: its blocks were released and leave when their transfers ended
+        planned = sequence.written // self._block_tokens
+        pending = sequence.pending
+        blocks = self._admitter.settle(sequence)
+        adopted = [copy for copy in pending if copy.outcome and copy.position < blocks]
+        self._upkeep.remember_fetched(sequence, adopted)
+        if self._announcer.heard:
+            hashes = sequence.chain.hashes
+            for copy in adopted:
+                parent = hashes[copy.position - 1] if copy.position else None
+                self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
+        if blocks < planned:
+            ready = blocks * self._block_tokens
+            self._growth.truncate(sequence, ready)
+            tables = sequence.tables
+            if all(self._pool.reads_exact(one) for table in tables for one in table.ids().tolist() if one >= 0):
+                sequence.lossy_from = None
+            elif sequence.lossy_from is not None:
+                sequence.lossy_from = min(sequence.lossy_from, ready)
+            self._metrics.recomputed((planned - blocks) * self._block_tokens, cause="not_fetched")
+        self.ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
+
+    def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
+        """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
+        sequence.written = sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
+        sequence.sealed_blocks = blocks
+        by_tier = Counter(fetched.get(position, "device") for position in range(blocks))
+        hits = {name: count * self._block_tokens for name, count in by_tier.items()}
+        self._metrics.count_request(sequence.sequence_id, sequence.chain.token_count, hits)
+        self._metrics.reused(sequence.reused_tokens, hits)
+        self._upkeep.touch_below(sequence, blocks)

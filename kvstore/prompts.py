@@ -1,0 +1,113 @@
+"""From token ids to a checked hash chain: the one place where a prompt gets its name.
+
+Holds the store's identity and epoch. The epoch counts for every identity that is served, so that a reset reaches all of
+them. Refuses whatever would give KV a name that belongs to other KV: a chain of another identity or of before a reset,
+an identity of another geometry, media placeholders that no media covers.
+
+`chain` may be called without the store's lock; `raise_epoch` needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from allocator import ConfigError, UsageError
+from kvstore.arguments import length
+from kvstore.identity import HashChain, Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as Items
+
+    from allocator import KVGeometry
+    from kvstore.identity import Media
+
+
+class Prompts:
+    """identity: the store's own. placeholder_ids: tokens that stand for media. share: copies may leave the process."""
+
+    def __init__(
+        self, geometry: KVGeometry, identity: Identity, *, placeholder_ids: Iterable[int], share: bool
+    ) -> None:
+        self._fingerprint = geometry.fingerprint()
+        self._geometry = geometry
+        self._block_tokens = geometry.block_tokens
+        self._placeholder_ids = frozenset(placeholder_ids)
+        self._share = share
+        if not isinstance(identity, Identity):
+            raise ConfigError(f"identity: got {type(identity).__name__}; expected kvstore.Identity")
+        if not self._fits(identity):
+            raise ConfigError(
+                f"identity: its geometry {identity.geometry!r} is not the store's; expected {geometry!r} or its "
+                "fingerprint, since blocks of another shape would get the same names"
+            )
+        if share:
+            identity.require_shareable()
+        self._current = identity, identity.root()
+
+    @property
+    def identity(self) -> Identity:
+        return self._current[0]
+
+    def is_current(self, chain: HashChain) -> bool:
+        """False for a chain that was made before the last reset."""
+        return chain.epoch is None or chain.epoch == self.identity.epoch
+
+    def _fits(self, identity: Identity) -> bool:
+        given = identity.geometry
+        if given is self._geometry:
+            return True
+        return (given if isinstance(given, bytes) else given.fingerprint()) == self._fingerprint
+
+    def raise_epoch(self) -> int:
+        """A reset: no name given before will be given again. Returns the new epoch."""
+        identity = self.identity.next_epoch()
+        self._current = identity, identity.root()
+        return identity.epoch
+
+    def chain(self, token_ids: Items[int] | HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
+        """The caller's own chain over a prompt of at least one token, hashed here or (a HashChain) before."""
+        if isinstance(token_ids, HashChain):
+            return self._hashed_before(token_ids, media, identity)
+        if not length(token_ids):
+            raise UsageError("an empty prompt has nothing to compute: give at least one token id")
+        own, root = self._current
+        if identity is not None:
+            root = self._root_of(identity, own.epoch)
+        chain = HashChain(root, self._block_tokens, placeholder_ids=self._placeholder_ids)
+        chain.epoch = own.epoch
+        chain.extend(token_ids, media)
+        return chain
+
+    def _root_of(self, identity: Identity, epoch: int) -> bytes:
+        if not isinstance(identity, Identity):
+            raise UsageError(f"identity: got {type(identity).__name__}; expected kvstore.Identity or None")
+        if not self._fits(identity):
+            raise UsageError(
+                f"identity: its geometry {identity.geometry!r} is not the store's; expected {self._geometry!r}"
+            )
+        if self._share:
+            identity.require_shareable()
+        return (identity if identity.epoch >= epoch else replace(identity, epoch=epoch)).root()
+
+    def _hashed_before(self, chain: HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
+        if chain.block_tokens != self._block_tokens:
+            raise UsageError(
+                f"the prompt was hashed in blocks of {chain.block_tokens}, this store's are {self._block_tokens}"
+            )
+        if not self.is_current(chain):
+            raise UsageError(
+                f"the prompt was hashed before a reset (epoch {chain.epoch}, now {self.identity.epoch}); "
+                "expected a chain prepared since"
+            )
+        if media:
+            raise UsageError("media: the prompt was hashed already; expected its media to be given to prepare")
+        if identity is not None and chain.root != self._root_of(identity, self.identity.epoch):
+            raise UsageError("identity: the prompt was hashed under another one; expected the same, or none here")
+        if not self._placeholder_ids <= chain.placeholder_ids:
+            missing = sorted(self._placeholder_ids - chain.placeholder_ids)
+            raise UsageError(f"the prompt was hashed without the placeholder ids {missing}; expected prepare's chain")
+        if not chain.token_count:
+            raise UsageError("an empty prompt has nothing to compute: give at least one token id")
+        return chain.fork()
