@@ -11,6 +11,7 @@ Pure Python and numpy, no lock: a HashChain belongs to one sequence and to the t
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from bisect import bisect_left
@@ -360,12 +361,16 @@ class HashChain:
             for begin in range(start, stop, block):
                 last = self._hash_span(_BLOCK_TAG, last, begin, begin + block)
                 fresh.append(last)
+        elif stop - start == block:
+            fresh = [self._hash_span(_BLOCK_TAG, last, start, stop)]
         else:
-            rows = np.zeros(((stop - start) // block, block + 2), dtype="<u4")
+            count = (stop - start) // block
+            rows = np.zeros((count, block + 2), dtype="<u4")
             rows[:, 0] = block
             rows[:, 1:-1] = np.frombuffer(self._tokens[start:stop], dtype=np.uint32).reshape(-1, block)
-            packed, step, sha256, tag = rows.tobytes(), 4 * (block + 2), hashlib.sha256, _BLOCK_TAG
-            fresh = [last := sha256(tag + last + packed[at : at + step]).digest() for at in range(0, len(packed), step)]
+            pieces = struct.unpack(f"{4 * (block + 2)}s" * count, rows.tobytes())
+            sha256 = hashlib.sha256
+            fresh = [last := sha256(b"\x01" + last + piece).digest() for piece in pieces]
         self._hashes += fresh
         return fresh
 

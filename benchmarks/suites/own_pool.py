@@ -33,7 +33,7 @@ class OwnSide:
             if batch == 1:
                 with counted:
                     one_by_one = [pool.allocate_one(0) for _ in range(work.POOL_BLOCKS)]
-                self._seal_every_other(pool, np.array(one_by_one), f"{round_number} {repeat}")
+                self._seal_every_other(pool, np.array(one_by_one, dtype=np.int32), f"{round_number} {repeat}")
                 with counted:
                     for block in one_by_one:
                         pool.release_one(block)
