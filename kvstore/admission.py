@@ -120,15 +120,14 @@ class Admitter:
             for index, group in enumerate(geometry.groups)
         ]
 
-    def build_tables(
-        self, sequence: Sequence, plan: HitPlan, needed_tokens: int, spare_blocks: Items[int] = ()
-    ) -> None:
+    def build_tables(self, sequence: Sequence, plan: HitPlan, token_count: int, spare_blocks: Items[int] = ()) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.
 
-        Raises CapacityError, with nothing taken, when the hit plus room for `needed_tokens` more, and
-        `spare_blocks` (by group) besides, does not fit; `transient` when transfers in flight may free memory.
+        Raises CapacityError, with nothing taken, when room for `token_count` tokens in all, and `spare_blocks` (by
+        group) besides, is not to be had; `transient` when transfers in flight may free memory.
         """
         pool = self._pool
+        needed_tokens = token_count - plan.blocks * self._geometry.block_tokens
         shared: list[list[int]] = []
         fetched: list[list[int]] = []
         try:

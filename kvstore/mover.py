@@ -223,15 +223,20 @@ class Mover:
 
     # -- spill --------------------------------------------------------------------------------------------------
 
+    @property
+    def spill_room(self) -> int:
+        """Blocks that may be submitted before the in-flight limit is reached."""
+        return max(0, self._spill_inflight_limit - self._spilling_blocks)
+
     def start_spill(self, tier: Tier, blocks: Sequence[tuple[int, CopyKey, bytes | None]]) -> int:
         """Copy blocks down to `tier`: (block id, key, hash of the parent block). Returns how many were submitted.
 
         Past the in-flight limit the rest is dropped and counted: a slow tier never makes a step wait.
         """
-        room = self._spill_inflight_limit - self._spilling_blocks
+        room = self.spill_room
         if room < len(blocks):
-            self._metrics.dropped("queue_full", len(blocks) - max(0, room), tier=tier.name)
-            blocks = blocks[: max(0, room)]
+            self._metrics.dropped("queue_full", len(blocks) - room, tier=tier.name)
+            blocks = blocks[:room]
         if not blocks:
             return 0
         pool, device = self._pool, self._device

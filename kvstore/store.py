@@ -204,9 +204,8 @@ class KVStore:
         prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption).
         private_from: blocks from that token position on are neither shared nor named.
         spare_blocks: blocks by cache group that must be left for others once the whole prompt has its own.
-        Raises CapacityError with nothing changed: `permanent` when the prompt can never fit, else when it does not
-        fit now; DuplicateSequence; LeaseError for another store's lease; UsageError for an empty prompt, token ids out
-        of range, or counts outside the prompt.
+        Raises, with nothing changed, CapacityError (`permanent` when the prompt can never fit), DuplicateSequence,
+        LeaseError for another store's lease, UsageError for bad token ids and counts.
         """
         text_id("sequence_id", sequence_id)
         chain = self._prompts.chain(token_ids, media, identity)
@@ -232,8 +231,7 @@ class KVStore:
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
-            missing = token_count - plan.blocks * self.geometry.block_tokens
-            self._admitter.build_tables(sequence, plan, missing, spare_blocks)
+            self._admitter.build_tables(sequence, plan, token_count, spare_blocks)
             self._sequences[sequence_id] = sequence
             self._parts.leases.take_over(lease)
             if sequence.pending:
@@ -286,9 +284,8 @@ class KVStore:
     def rollback(self, sequence_id: str, token_count: int) -> None:
         """Drop the last `token_count` written tokens, uncommitted ones first.
 
-        Shared blocks stay whole: a block cut in the middle is copied when it is written to again. Raises
-        CannotRollback, with nothing changed, when a sliding group no longer has the blocks that the shorter
-        sequence would need, or when the cut falls into an INT4 block.
+        A block cut in the middle is copied when it is written to again, so shared ones stay whole. CannotRollback, with
+        nothing changed, when a sliding group lacks the shorter sequence's blocks, or the cut falls into an INT4 block.
         """
         with self._lock:
             self._growth.rollback(self._running(sequence_id), whole("token_count", token_count))

@@ -234,9 +234,11 @@ class Upkeep:
         """Submit copies of those blocks that have a name and no copy in the first tier yet.
 
         Once for each time a block is idle: a tier that is smaller than one step's copies would be written round and
-        round otherwise, and a copy that was dropped from it for a better one would come back.
+        round otherwise, and a copy that was dropped from it for a better one would come back. What the queue has no
+        room for now has not had its turn.
         """
         pool, tier = self.pool, self.tiers[0]
+        lives: dict[int, tuple[int, int]] = {}
         named: list[tuple[int, CopyKey, bytes | None]] = []
         for block_id in ids:
             block_hash, name = pool.hash_of(block_id), self._names.get(block_id)
@@ -245,7 +247,7 @@ class Upkeep:
             life = (pool.form_of(block_id), pool.idle_since(block_id))
             if name.copied == life:
                 continue
-            name.copied = life
+            lives[block_id] = life
             key = self.residency.copy_key(
                 name.root, pool.group_of(block_id), block_hash, pool.form_of(block_id), pool.computed_exact(block_id)
             )
@@ -253,4 +255,9 @@ class Upkeep:
         if not named:
             return
         present = tier.contains([key for _, key, _ in named])
-        self.mover.start_spill(tier, [item for item, there in zip(named, present, strict=True) if not there])
+        missing = [item for item, there in zip(named, present, strict=True) if not there]
+        waiting = {item[0] for item in missing[self.mover.spill_room :]}
+        self.mover.start_spill(tier, missing)
+        for block_id, life in lives.items():
+            if block_id not in waiting:
+                self._names[block_id].copied = life

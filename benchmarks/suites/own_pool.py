@@ -40,7 +40,7 @@ class OwnSide:
                 continue
             with counted:
                 batches = [pool.allocate(0, batch, FULL) for _ in range(work.POOL_BLOCKS // batch)]
-            self._seal_every_other(pool, np.concatenate(batches), f"{round_number} {repeat}")
+            self._seal_every_other(pool, np.concatenate(batches).astype(np.int32), f"{round_number} {repeat}")
             with counted:
                 for blocks in batches:
                     pool.release(blocks[::-1])

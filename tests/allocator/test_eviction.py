@@ -68,6 +68,16 @@ def test_case_124_a_chain_hit_in_part_loses_its_tail_first() -> None:
     assert list(lru.victims(4)) == [7, 6, 5, 4]
 
 
+def test_one_victim_is_not_cut_from_a_run_behind_a_stale_release() -> None:
+    lru = LRU(IDS)
+    lru.idle([2, 3, 4], 1)
+    lru.busy([2, 3, 4])
+    lru.idle([0, 1], 2, run=True)
+    assert lru.victim_one() == -1
+    assert list(lru.victims(1)) == [0, 1]
+    assert len(lru) == 0
+
+
 def test_hits_without_evictions_do_not_grow_the_queue() -> None:
     lru = LRU(IDS)
     for tick in range(1, 20_000):

@@ -253,6 +253,10 @@ def test_a_full_spill_queue_drops_and_counts(make_store: Callable[..., KVStore])
     executor.run()
     store.step()
     assert store.metrics.get("spilled_blocks", tier="host") == 3
+    for _ in range(4):
+        executor.run()
+        store.step()
+    assert store.metrics.get("spilled_blocks", tier="host") == 8, "what had to wait is copied when its turn comes"
 
 
 def test_loading_costs_more_than_computing_recomputes(make_store: Callable[..., KVStore]) -> None:
