@@ -247,12 +247,15 @@ class BlockLife:
     def _reuse_idle(self, class_index: int) -> int:
         """Evicts one idle block without a detour over the free list; the caller hands it out.
 
-        -1 when that is not the simple case: held blocks to skip, somebody to tell, or a sliding run next.
+        -1 when that is not the simple case: held blocks to skip, or a sliding run next.
         """
-        if self.held_idle_counts[class_index] or self.on_evict is not None:
+        if self.held_idle_counts[class_index]:
             return -1
         block_id = self.policies[class_index].victim_one()
         if block_id >= 0:
+            if self.on_evict is not None:
+                exact = bool(self.computed[block_id])
+                self.on_evict(class_index >> 1, [block_id], [self.hashes[block_id]], [exact], class_index & 1)
             if self.computed[block_id]:
                 del self._exact_names[class_index][self.hashes[block_id]]
             else:

@@ -293,6 +293,24 @@ class HashChain:
         tokens.extend(fresh)
         return self._complete() if len(tokens) // self.block_tokens > len(self._hashes) else []
 
+    def settle(self, start: int, token_ids: TokenIds) -> None:
+        """Make the tokens from `start` on these ones, where `start` is at most `token_count`: `extend` at the end of
+        the chain; nothing where they stand already, as those of a prompt do; else `rewrite`. UsageError as `extend`.
+        """
+        tokens = self._tokens
+        if len(tokens) != start:
+            if start + len(token_ids) > len(tokens) or not self.tokens_equal(start, token_ids):
+                self.rewrite(start, token_ids)
+            return
+        if type(token_ids) is list and len(token_ids) == 1 and not self._placeholders:
+            token = token_ids[0]
+            if type(token) is int and 0 <= token < TOKEN_LIMIT:
+                tokens.append(token)
+                if not len(tokens) % self.block_tokens:
+                    self._complete()
+                return
+        self.extend(token_ids)
+
     def rewrite(self, start: int, token_ids: TokenIds) -> None:
         """Make the tokens from `start` on these ones, forgetting what differs; media over tokens that stay are kept.
 
