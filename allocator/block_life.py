@@ -13,7 +13,6 @@ Invariants (checked by `allocator.invariants`):
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -32,7 +31,7 @@ from allocator.block_state import (
 )
 from allocator.errors import CapacityError, UsageError
 from allocator.eviction import LRU, EvictionPolicy
-from allocator.extent_ledger import ExtentLedger, Ids
+from allocator.extent_ledger import ExtentLedger, Ids, Places
 from allocator.extents import COLD, FULL, ExtentLayout
 from allocator.prefix_index import PrefixIndex
 
@@ -83,6 +82,7 @@ class BlockLife:
         self._free = ledger.free
         self._order = np.zeros(capacity + 1, dtype=np.int32)
         self._numbers = np.arange(max(capacity, _BATCH_MAX), dtype=np.int32)
+        self._raw_numbers = self._numbers.tobytes()
         self._open_once = np.full(max(capacity, _BATCH_MAX), OPEN_ONCE, dtype=np.int32).tobytes()
         self._sealed_once = np.full(max(capacity, _BATCH_MAX), SEALED_ONCE, dtype=np.int32).tobytes()
 
@@ -130,7 +130,7 @@ class BlockLife:
         held = 0
         for block_id in ids:
             if classes[block_id] != index:
-                self._become_idle(ids, run)
+                self._become_idle(np.array(ids, dtype=np.intp), run)
                 return
             held += words[block_id] & HELD
         self.held_idle_counts[index] += held // HELD
@@ -138,55 +138,57 @@ class BlockLife:
         self.tick += 1
         self.policies[index].idle(ids, self.tick, run)
 
-    def _become_idle(self, ids: list[int] | Ids, run: bool) -> None:
-        """Counts blocks whose word is IDLE and hands them to the policy of their class, in order."""
+    def _become_idle(self, places: Places, run: bool, any_held: bool = True) -> None:
+        """Counts blocks whose word is IDLE and hands them to the policy of their class, in order.
+
+        The array belongs to the policy afterwards. `any_held` False: none of them is held.
+        """
         self.tick += 1
-        classes = self.ledger.class_of[ids]
-        held = self._life[ids] & HELD != 0
-        any_held = bool(held.any())
-        first = int(classes[0])
-        same = len(ids) == 1 or bool((classes == first).all())
-        for index in (first,) if same else np.unique(classes).tolist():
-            mine = slice(None) if same else classes == index
-            part = ids if same else np.asarray(ids, dtype=np.int32)[mine]
+        for index, part in self._by_class(places):
             self.idle_counts[index] += len(part)
             if any_held:
-                self.held_idle_counts[index] += int(np.count_nonzero(held[mine]))
+                self.held_idle_counts[index] += int(np.count_nonzero(self._life[part] & HELD))
             self.policies[index].idle(part, self.tick, run)
 
-    def _push_free_many(self, ids: Ids) -> None:
+    def _by_class(self, places: Places) -> list[tuple[int, Places]]:
+        """The blocks of a batch by class; in one piece, uncopied, when that is one class."""
+        if not len(places):
+            return []
+        index = self.ledger.only_class
+        if index >= 0:
+            return [(index, places)]
+        classes = self.ledger.class_of[places]
+        raw = classes.tobytes()
+        if raw == raw[: classes.itemsize] * len(places):
+            return [(int(classes[0]), places)]
+        return [(index, places[classes == index]) for index in np.unique(classes).tolist()]
+
+    def _push_free_many(self, places: Places) -> None:
         """`_push_free` for a large batch."""
-        if not len(ids):
-            return
-        classes = self.ledger.class_of[ids]
-        first = int(classes[0])
-        same = bool((classes == first).all())
-        for index in (first,) if same else np.unique(classes).tolist():
-            part = ids if same else ids[classes == index]
+        for index, part in self._by_class(places):
             self._free[index].push(part)
             self.ledger.frees[index] += len(part)
 
-    def _distinct_words(self, ids: Ids, verb: str) -> npt.NDArray[np.int32]:
-        """Life words of a batch; UsageError when an id does not exist or comes twice."""
-        if int(ids.min()) < 0 or int(ids.max()) >= self.ledger.id_capacity:
-            raise UsageError(f"expected block ids in 0..{self.ledger.id_capacity - 1} to {verb}, got {ids}")
-        numbers = self._numbers[: len(ids)]
-        if len(ids) > len(self._numbers):
-            raise UsageError(f"expected distinct blocks to {verb}, got {len(ids)} of {self.ledger.id_capacity}")
-        self._order[ids] = numbers
-        if not np.array_equal(self._order[ids], numbers):
+    def _distinct_words(self, ids: Ids, verb: str) -> tuple[Places, npt.NDArray[np.int32]]:
+        """A batch as places for indexing, and its life words; UsageError when an id does not exist or comes twice."""
+        count = len(ids)
+        if count > len(self._numbers):
+            raise UsageError(f"expected distinct blocks to {verb}, got {count} of {self.ledger.id_capacity}")
+        places = ids.view(np.uint32).astype(np.intp)  # so that a negative id is out of range too
+        try:
+            self._order[places] = self._numbers[:count]
+        except IndexError:
+            raise UsageError(f"expected block ids in 0..{self.ledger.id_capacity - 1} to {verb}, got {ids}") from None
+        if self._order[places].tobytes() != self._raw_numbers[: 4 * count]:
             raise UsageError(f"expected distinct blocks to {verb}, got {ids}")
-        return self._life[ids]
+        return places, self._life[places]
 
-    def _leave_idle(self, ids: Ids, busy: bool) -> None:
+    def _leave_idle(self, ids: Ids | Places, busy: bool) -> None:
         """Takes idle blocks from their policies and counts; the caller sets their words afterwards."""
-        classes = self.ledger.class_of[ids]
-        held = self._life[ids] & HELD != 0
-        for index in np.unique(classes).tolist():
-            mine = classes == index
-            part = ids[mine]
+        for index, part in self._by_class(ids.astype(np.intp)):
             self.idle_counts[index] -= len(part)
-            self.held_idle_counts[index] -= int(np.count_nonzero(held[mine]))
+            if self.held_idle_counts[index]:
+                self.held_idle_counts[index] -= int(np.count_nonzero(self._life[part] & HELD))
             (self.policies[index].busy if busy else self.policies[index].forget)(part)
 
     def state_of(self, block_id: int) -> BlockState:
@@ -203,53 +205,57 @@ class BlockLife:
     def evict_idle(self, class_index: int, count: int) -> int:
         """Evicts at least `count` idle blocks that are not held (a sliding run goes as one). Returns how many."""
         usable = self._not_held if self.held_idle_counts[class_index] else None
-        victims = np.asarray(self.policies[class_index].victims(count, usable), dtype=np.int32)
-        self._drop_idle(class_index, victims)
+        victims = self.policies[class_index].victims(count, usable)
+        self._drop_idle(class_index, np.asarray(victims, dtype=np.intp))
         return len(victims)
 
-    def idle_mask(self, ids: Ids) -> npt.NDArray[np.bool_]:
+    def idle_mask(self, ids: Ids | Places) -> npt.NDArray[np.bool_]:
         """Which of the blocks are idle and not held: bool[len(ids)]."""
         mask: npt.NDArray[np.bool_] = self._life[ids] & (STATE | HELD) == IDLE
         return mask
 
-    def _not_held(self, ids: Ids) -> npt.NDArray[np.bool_]:
+    def _not_held(self, ids: Ids | Places) -> npt.NDArray[np.bool_]:
         mask: npt.NDArray[np.bool_] = self._life[ids] & HELD == 0
         return mask
 
-    def _drop_idle(self, class_index: int, ids: Ids) -> None:
+    def _drop_idle(self, class_index: int, places: Places) -> None:
         """Evicts idle, unheld blocks of one class that their policy has given up already: names go, slots are FREE."""
-        if not len(ids):
+        if not len(places):
             return
-        names = self.hashes
-        hashes = [names[block_id] for block_id in ids.tolist()]
-        computed = self._computed[ids]
-        group, form = divmod(class_index, 2)
+        self._unname(class_index, places.tolist())
+        self._life[places] = FREE
+        self._free[class_index].push(places)
+        self.ledger.frees[class_index] += len(places)
+
+    def _unname(self, class_index: int, ids: list[int]) -> None:
+        """Idle blocks of one class that are evicted lose their names; who asked to be told hears of it first."""
+        hashes, computed = self.hashes, self.computed
         if self.on_evict is not None:
-            self.on_evict(group, ids.tolist(), hashes, (computed != 0).tolist(), form)
-        index = self.indexes[group]
-        exact_count = int(np.count_nonzero(computed)) if form == FULL else 0
-        if exact_count == len(ids):
-            deque(map(index.exact.__delitem__, hashes), maxlen=0)
-        elif not exact_count:
-            deque(map(index.lossy.__delitem__, hashes), maxlen=0)
+            named = [hashes[block_id] for block_id in ids]
+            exactly = [bool(computed[block_id]) for block_id in ids]
+            self.on_evict(class_index >> 1, list(ids), named, exactly, class_index & 1)
+        exact, lossy = self._exact_names[class_index], self._lossy_names[class_index]
+        if not lossy or exact is lossy:
+            for block_id in ids:
+                del exact[hashes[block_id]]
         else:
-            for block_hash, exact in zip(hashes, computed.tolist(), strict=True):
-                del (index.exact if exact else index.lossy)[block_hash]
-        self._life[ids] = FREE
-        self._free[class_index].push(ids)
-        self.ledger.frees[class_index] += len(ids)
+            for block_id in ids:
+                del (exact if computed[block_id] else lossy)[hashes[block_id]]
         self.idle_counts[class_index] -= len(ids)
         self.evicted_count += len(ids)
 
     def _reuse_idle(self, class_index: int) -> int:
         """Evicts one idle block without a detour over the free list; the caller hands it out.
 
-        -1 when that is not the simple case: held blocks to skip, somebody to tell, or a sliding run next.
+        -1 when that is not the simple case: held blocks to skip, or a sliding run next.
         """
-        if self.held_idle_counts[class_index] or self.on_evict is not None:
+        if self.held_idle_counts[class_index]:
             return -1
         block_id = self.policies[class_index].victim_one()
         if block_id >= 0:
+            if self.on_evict is not None:
+                exact = bool(self.computed[block_id])
+                self.on_evict(class_index >> 1, [block_id], [self.hashes[block_id]], [exact], class_index & 1)
             if self.computed[block_id]:
                 del self._exact_names[class_index][self.hashes[block_id]]
             else:
@@ -263,17 +269,5 @@ class BlockLife:
         usable = self._not_held if self.held_idle_counts[class_index] else None
         victims = self.policies[class_index].victims(count, usable)
         ids: list[int] = victims if isinstance(victims, list) else victims.tolist()
-        hashes, computed = self.hashes, self.computed
-        if self.on_evict is not None:
-            named = [hashes[block_id] for block_id in ids]
-            exactly = [bool(computed[block_id]) for block_id in ids]
-            self.on_evict(class_index >> 1, list(ids), named, exactly, class_index & 1)
-        exact, lossy = self._exact_names[class_index], self._lossy_names[class_index]
-        for block_id in ids:
-            if computed[block_id]:
-                del exact[hashes[block_id]]
-            else:
-                del lossy[hashes[block_id]]
-        self.idle_counts[class_index] -= len(ids)
-        self.evicted_count += len(ids)
+        self._unname(class_index, ids)
         return ids

@@ -106,20 +106,18 @@ class BlockPool(Compaction):
         if len(array) != len(hashes):
             raise UsageError(f"expected one hash a block, got {len(hashes)} hashes for {len(array)} blocks")
         if len(array) > 1:
-            raw = self._distinct_words(array, "seal").tobytes()
-            classes = self.ledger.class_of[array]
-            first = int(classes[0])
-            if raw == self._open_once[: len(raw)] and bool((classes == first).all()):
-                index = self.indexes[first >> 1]
-                names = index.exact if exact and first & 1 == FULL else index.lossy
+            places, words = self._distinct_words(array, "seal")
+            raw = words.tobytes()
+            if raw == self._open_once[: len(raw)] and len(parts := self._by_class(places)) == 1:
+                names = (self._exact_names if exact else self._lossy_names)[parts[0][0]]
                 fresh = dict(zip(hashes, array.tolist(), strict=True))
                 if len(fresh) == len(array) and names.keys().isdisjoint(fresh):
                     names.update(fresh)
                     known = self.hashes
                     for block_hash, block_id in fresh.items():
                         known[block_id] = block_hash
-                    self._computed[array] = exact
-                    self._life[array] = SEALED_ONCE
+                    self._computed[places] = exact
+                    self._life[places] = SEALED_ONCE
                     return array
         for place, block_hash in enumerate(hashes):
             array[place] = self.seal(int(array[place]), block_hash, exact)
@@ -163,13 +161,11 @@ class BlockPool(Compaction):
         array = np.array(ids, dtype=np.int32)
         if not len(array):
             return
-        words = self._distinct_words(array, "evict")
+        places, words = self._distinct_words(array, "evict")
         if bool((words & (STATE | HELD) != IDLE).any()):
             wrong = int(array[words & (STATE | HELD) != IDLE][0])
             raise UsageError(f"expected idle blocks that are not held, got block {wrong} ({self.state_of(wrong).name})")
-        classes = self.ledger.class_of[array]
-        for index in np.unique(classes).tolist():
-            part = array[classes == index]
+        for index, part in self._by_class(places):
             self.policies[index].forget(part)
             self._drop_idle(index, part)
 

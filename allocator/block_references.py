@@ -81,36 +81,33 @@ class BlockReferences(BlockLife):
                     return self._allocate_evicting(index, count)
             make_room(self, index, count)
         free.count = start = free.count - count
-        ids = free.ids[start : start + count].copy()
-        if count > SMALL_BATCH:
-            self._life[ids] = OPEN_ONCE
-        else:
-            words = self._words
-            for block_id in ids.tolist():
-                words[block_id] = OPEN_ONCE
-        return ids
+        places = free.ids[start : start + count]
+        self._life[places] = OPEN_ONCE
+        return places.astype(np.int32)
 
     def _allocate_evicting(self, index: int, count: int) -> Ids:
         """A small batch from what is free and, for the rest, idle blocks of the class, without a detour."""
-        free = self._free[index]
-        missing = count - free.count
-        victims = self._evict_few(index, missing)
-        ids = free.view[: free.count].tolist() + victims[:missing]
-        free.count = 0
-        words = self._words
-        for block_id in ids:
-            words[block_id] = OPEN_ONCE
-        surplus = victims[missing:]
-        if surplus:
+        free, words = self._free[index], self._words
+        ids = self._evict_few(index, count - free.count)
+        if free.count:
+            ids = free.view[: free.count].tolist() + ids
+            free.count = 0
+        if len(ids) > count:  # the last of them was part of a run
+            surplus = ids[count:]
+            del ids[count:]
             for block_id in surplus:
                 words[block_id] = FREE
             self._push_free(surplus)
+        for block_id in ids:
+            words[block_id] = OPEN_ONCE
         return np.array(ids, dtype=np.int32)
 
     def _eviction_is_next(self, index: int) -> bool:
         """Whether `make_room` would find nothing before its third step, eviction inside the class."""
         ledger = self.ledger
-        return len(ledger.unassigned) <= self.layout.spare_count and not ledger.may_have_empty(index)
+        if len(ledger.unassigned) > self.layout.spare_count:
+            return False
+        return ledger.only_class == index or not ledger.may_have_empty(index)
 
     # -- references ---------------------------------------------------------------------------------------------
 
@@ -130,42 +127,61 @@ class BlockReferences(BlockLife):
             self.release_one(int(ids[0]))
             return
         batch: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        freed: list[int] = []
+        if not batch or self._release_plain(batch, run):
+            return
+        batch = [block_id for block_id in batch if block_id != -1]
+        self._check_release_few(batch)
         idle: list[int] = []
-        other: list[int] = []
-        try:
-            self._take_references(batch, freed, idle, other)
-        except (UsageError, IndexError) as error:
-            for block_id in freed:
-                self._words[block_id] = OPEN_ONCE
-            for block_id in idle:
-                self._words[block_id] = SEALED_ONCE
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(f"expected block ids below {self.ledger.id_capacity} to release, got {batch}") from None
-        if freed:
-            self._push_free(freed)
-        if other:
-            idle = self._release_other(batch, set(idle), set(other))
+        for block_id in batch:
+            self._drop_reference(block_id, idle)
         if idle:
             self._become_idle_few(idle, run)
 
-    def _take_references(self, batch: list[int], freed: list[int], idle: list[int], other: list[int]) -> None:
-        """Sorts a batch by what the loss of a reference makes of it; words of `other` are only checked, not changed."""
+    def _release_plain(self, batch: list[int], run: bool) -> bool:
+        """The common small release: blocks of one class that one table alone refers to, without marks.
+
+        False, with nothing changed, when it is anything else.
+        """
         words = self._words
-        # Words change while the batch is read, so that a block given twice is found by its second word.
-        for block_id in batch:
-            word = words[block_id]
-            if word == OPEN_ONCE and block_id >= 0:
-                words[block_id] = FREE
-                freed.append(block_id)
-            elif word == SEALED_ONCE and block_id >= 0:
-                words[block_id] = IDLE
-                idle.append(block_id)
-            elif block_id != -1:
-                other.append(block_id)
-        if other:
-            self._check_release_few(other)
+        index = self.ledger.only_class
+        idle: list[int] = []
+        start = top = 0
+        try:
+            if index < 0:
+                classes = self._classes
+                index = classes[batch[0]]
+                for block_id in batch:
+                    if classes[block_id] != index:
+                        return False
+            free = self._free[index]
+            view = free.view
+            start = top = free.count
+            # Words change while the batch is read, so that a block given twice is found by its second word.
+            for block_id in batch:
+                word = words[block_id]
+                if word == SEALED_ONCE and block_id >= 0:
+                    words[block_id] = IDLE
+                    idle.append(block_id)
+                elif word == OPEN_ONCE and block_id >= 0:
+                    words[block_id] = FREE
+                    view[top] = block_id
+                    top += 1
+                else:
+                    break
+            else:
+                if top > start:
+                    free.count = top
+                    self.ledger.frees[index] += top - start
+                if idle:
+                    self.idle_counts[index] += len(idle)
+                    self.tick = tick = self.tick + 1
+                    self.policies[index].idle(idle, tick, run)
+                return True
+        except IndexError:
+            pass  # an id that does not exist: the caller tells
+        for block_id in batch[: len(idle) + top - start]:
+            words[block_id] = SEALED_ONCE if words[block_id] == IDLE else OPEN_ONCE
+        return False
 
     def _check_release_few(self, ids: list[int]) -> None:
         if len(set(ids)) < len(ids):
@@ -173,37 +189,29 @@ class BlockReferences(BlockLife):
         for block_id in ids:
             self._check_release(block_id, self._words[self._checked(block_id)])
 
-    def _release_other(self, batch: list[int], idle: set[int], other: set[int]) -> list[int]:
-        """Drops a reference of each of `other`; all blocks of the batch that are idle now, in its order."""
-        order: list[int] = []
-        for block_id in batch:
-            if block_id in other:
-                self._drop_reference(block_id, order)
-            elif block_id in idle:
-                order.append(block_id)
-        return order
-
     def release_one(self, block_id: int) -> None:
         """`release([block_id])`."""
-        if block_id == -1:
-            return
         words = self._words
-        word = words[self._checked(block_id)]
-        if word == OPEN_ONCE:
+        try:
+            word = words[block_id]
+        except IndexError:
+            self._checked(block_id)
+            raise
+        if word == OPEN_ONCE and block_id >= 0:
             words[block_id] = FREE
             index = self._classes[block_id]
             free = self._free[index]
             free.view[free.count] = block_id
             free.count += 1
             self.ledger.frees[index] += 1
-        elif word == SEALED_ONCE:
+        elif word == SEALED_ONCE and block_id >= 0:
             words[block_id] = IDLE
             index = self._classes[block_id]
             self.idle_counts[index] += 1
             self.tick = tick = self.tick + 1
             self.policies[index].idle_one(block_id, tick)
-        else:
-            self._check_release(block_id, word)
+        elif block_id != -1:
+            self._check_release(self._checked(block_id), word)
             idle: list[int] = []
             self._drop_reference(block_id, idle)
             if idle:
@@ -235,29 +243,36 @@ class BlockReferences(BlockLife):
             ids = ids[ids >= 0]
             if len(ids) <= SMALL_BATCH:
                 return self.release(ids, run)
-        words = self._distinct_words(ids, "release")
+        places, words = self._distinct_words(ids, "release")
         raw = words.tobytes()
         if raw == self._open_once[: len(raw)]:
-            self._life[ids] = FREE
-            self._push_free_many(ids)
+            self._life[places] = FREE
+            self._push_free_many(places)
             return None
         if raw == self._sealed_once[: len(raw)]:
-            self._life[ids] = IDLE
-            self._become_idle(ids.copy(), run)
+            self._life[places] = IDLE
+            self._become_idle(places, run, any_held=False)
+            return None
+        idle, opened = places[words == SEALED_ONCE], places[words == OPEN_ONCE]
+        if len(idle) + len(opened) == len(places):
+            self._life[opened] = FREE
+            self._push_free_many(opened)
+            self._life[idle] = IDLE
+            self._become_idle(idle, run, any_held=False)
             return None
         if int(words.min()) < ONE_REFERENCE or bool((words & EXACT_HELD).any()):
             for block_id, word in zip(ids.tolist(), words.tolist(), strict=True):
                 self._check_release(block_id, word)
         words -= ONE_REFERENCE
-        self._life[ids] = words
+        self._life[places] = words
         gone = words < ONE_REFERENCE
         named = gone & (words & (STATE | UNINDEXED) == SEALED)
-        for block_id in ids[gone & ~named & (words != OPEN)].tolist():
+        for block_id in places[gone & ~named & (words != OPEN)].tolist():
             self._to_free(block_id)
-        plain = ids[gone & (words == OPEN)]
+        plain = places[gone & (words == OPEN)]
         self._life[plain] = FREE
         self._push_free_many(plain)
-        idle = ids[named]
+        idle = places[named]
         if len(idle):
             self._life[idle] = IDLE | words[named] & HELD
             self._become_idle(idle, run)
@@ -273,7 +288,7 @@ class BlockReferences(BlockLife):
             array = array[array >= 0]
         if not len(array):
             return
-        words = self._distinct_words(array, "share")
+        places, words = self._distinct_words(array, "share")
         states = words & STATE
         idle = states == IDLE
         if not bool((idle | (states == SEALED) | (states == OPEN)).all()):
@@ -285,14 +300,14 @@ class BlockReferences(BlockLife):
         words += ONE_REFERENCE
         if bool(idle.any()):
             words[idle] += SEALED - IDLE
-            self._leave_idle(array[idle], busy=True)
-        self._life[array] = words
+            self._leave_idle(places[idle], busy=True)
+        self._life[places] = words
 
     def touch(self, ids: IdBatch) -> None:
         """Makes idle blocks of a chain (given head first) the most recently used; leaves still go first."""
         array = np.asarray(ids, dtype=np.int32)[::-1]
         array = array[array >= 0]
-        array = array[self._life[array] & STATE == IDLE]
-        if len(array):
-            self._leave_idle(array, busy=True)
-            self._become_idle(array.copy(), False)
+        places = array[self._life[array] & STATE == IDLE].astype(np.intp)
+        if len(places):
+            self._leave_idle(places, busy=True)
+            self._become_idle(places, False)

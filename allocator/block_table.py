@@ -52,6 +52,7 @@ class BlockTable:
         "_ids",
         "_size",
         "_view",
+        "_words",
         "block_tokens",
         "first_live",
         "group",
@@ -73,6 +74,7 @@ class BlockTable:
         self.released = False
         self._ids: Ids = np.empty(16, dtype=np.int32)
         self._view = self._ids.data
+        self._words = pool.ledger.life_view
         self._size = 0
 
     def __len__(self) -> int:
@@ -152,12 +154,11 @@ class BlockTable:
 
         The common case of a decode step, in one call. Changes nothing when it returns False.
         """
-        position, offset = divmod(self.token_count, self.block_tokens)
-        if not offset or offset + token_count > self.block_tokens or self.released:
+        written, size = self.token_count, self.block_tokens
+        offset = written % size  # 0 after release, too
+        if not offset or offset + token_count > size or self._words[self._view[written // size]] != OPEN_ONCE:
             return False
-        if self.pool.ledger.life_view[self._view[position]] != OPEN_ONCE:
-            return False
-        self.token_count += token_count
+        self.token_count = written + token_count
         return True
 
     def tail_is_shared(self) -> bool:

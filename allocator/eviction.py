@@ -18,15 +18,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-Usable: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
+Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.intp]"
+Usable: TypeAlias = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 _Segment: TypeAlias = tuple[int, "int | list[int] | Ids", bool]
 
 _SMALL = 32
 
 
 class EvictionPolicy(ABC):
-    """Order of the idle blocks of one slot class. Ids are int32; batches are in the order of release."""
+    """Order of the idle blocks of one slot class. Batches are in the order of release; arrays are int32 or intp."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def peek(self, count: int, usable: Usable | None = None) -> Ids:
+    def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
         """The `count` blocks nearest to eviction, without taking them out."""
 
     @abstractmethod
@@ -83,8 +83,8 @@ class LRU(EvictionPolicy):
         self._cursor = 0  # consumed entries of the first segment, then a list
         self._newest = 0
         self._late_order = 0
-        self._entries = 0
         self._count = 0
+        self._stale = 0  # entries of blocks that were hit again or went away since
 
     def __len__(self) -> int:
         return self._count
@@ -103,16 +103,13 @@ class LRU(EvictionPolicy):
             return
         self._count += size
         self._newest = tick
-        if isinstance(ids, list):
+        if type(ids) is list:
             stamps = self._stamps
             for block_id in ids:
                 stamps[block_id] = tick
         else:
             self._stamp[ids] = tick
         self._segments.append((tick, ids, run))
-        self._entries += size
-        if self._entries > 2 * self._count + 1024:
-            self._sweep()
 
     def _idle_late(self, ids: Ids | list[int], tick: int) -> None:
         for block_id in ids:
@@ -129,9 +126,6 @@ class LRU(EvictionPolicy):
         self._stamps[block_id] = tick
         self._segments.append((tick, block_id, False))
         self._count += 1
-        self._entries += 1
-        if self._entries > 2 * self._count + 1024:
-            self._sweep()
 
     def busy(self, ids: Ids | list[int]) -> None:
         if isinstance(ids, list) and len(ids) <= _SMALL:
@@ -140,6 +134,9 @@ class LRU(EvictionPolicy):
         else:
             self._stamp[ids] = 0
         self._count -= len(ids)
+        self._stale += len(ids)
+        if self._stale > self._count + 1024:
+            self._sweep()
 
     def forget(self, ids: Ids | list[int]) -> None:
         self.busy(ids)
@@ -154,10 +151,10 @@ class LRU(EvictionPolicy):
                 few = self._victims_few(1, runs=False)  # stale entries may lie before a run, which goes as one
                 return few[0] if few else -1
             segments.popleft()
-            self._entries -= 1
             if stamps[block_id] == tick:
                 self._count -= 1
                 return block_id
+            self._stale -= 1
         return -1
 
     def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
@@ -173,6 +170,7 @@ class LRU(EvictionPolicy):
             if self._late and (not segments or self._late[0][0] < segments[0][0]):
                 tick, order, block_id = heapq.heappop(self._late)
                 if self._stamps[block_id] != tick:
+                    self._stale -= 1
                     continue
                 if usable is not None and not usable(np.array([block_id], dtype=np.int32))[0]:
                     kept_late.append((tick, order, block_id))
@@ -182,11 +180,10 @@ class LRU(EvictionPolicy):
                 continue
             tick, ids, run = segments.popleft()
             size = 1 if isinstance(ids, int) else len(ids)
-            self._entries -= size
             chosen, rest = self._split(tick, ids, need, run, usable)
+            self._stale -= size - len(chosen) - len(rest)
             if len(rest):
                 kept.append((tick, rest, run))
-                self._entries += len(rest)
             if len(chosen):
                 taken.append(chosen)
                 need -= len(chosen)
@@ -201,30 +198,43 @@ class LRU(EvictionPolicy):
         """`victims` for a small count, all usable, in plain Python; without `runs` it ends before a run."""
         segments, stamps = self._segments, self._stamps
         taken: list[int] = []
-        while segments and len(taken) < count:
-            tick, ids, run = segments[0]
-            if type(ids) is int:
+        need = count
+        if not self._stale and not self._cursor:  # whole segments need no look at their entries
+            while need > 0 and segments:
+                _, ids, run = segments[0]
+                if type(ids) is not list or (len(ids) > need and not run) or (run and not runs):
+                    break
+                taken += ids
+                need -= len(ids)
                 segments.popleft()
-                self._entries -= 1
+        while need > 0 and segments:
+            tick, ids, run = segments[0]
+            if isinstance(ids, int):
+                segments.popleft()
                 if stamps[ids] == tick:
                     taken.append(ids)
+                    need -= 1
+                else:
+                    self._stale -= 1
                 continue
             if run and not runs:
                 break
-            if isinstance(ids, np.ndarray):
+            if not isinstance(ids, list):
                 ids = ids.tolist()
                 segments[0] = (tick, ids, run)
-            assert isinstance(ids, list)
             cursor = start = self._cursor
             end = len(ids)
-            while cursor < end and (run or len(taken) < count):
+            before = need
+            while cursor < end and (run or need > 0):
                 block_id = ids[cursor]
                 cursor += 1
                 if stamps[block_id] == tick:
                     taken.append(block_id)
-            self._entries -= cursor - start
-            self._cursor = cursor
-            if cursor == end:
+                    need -= 1
+            self._stale -= cursor - start - (before - need)
+            if cursor < end:
+                self._cursor = cursor
+            else:
                 segments.popleft()
                 self._cursor = 0
         self._count -= len(taken)
@@ -246,15 +256,15 @@ class LRU(EvictionPolicy):
             ids = [ids]
         if isinstance(ids, list) and usable is None:
             stamps = self._stamps
-            live = [block_id for block_id in ids if stamps[block_id] == tick]
+            live = [block_id for block_id in ids if stamps[block_id] == tick] if self._stale else ids
             return (live, []) if run or len(live) <= need else (live[:need], live[need:])
-        array = np.asarray(ids, dtype=np.int32)
-        fresh = array[self._stamp[array] == tick]
+        array = np.asarray(ids, dtype=np.intp)
+        fresh = array[self._stamp[array] == tick] if self._stale else array
         if usable is None:
             if run or len(fresh) <= need:
                 return fresh, []
-            return fresh[:need].copy(), fresh[need:].copy()
-        allowed = usable(fresh)
+            return fresh[:need], fresh[need:]
+        allowed = usable(fresh.astype(np.int32))
         places = np.flatnonzero(allowed)
         if not run:
             places = places[:need]
@@ -262,10 +272,10 @@ class LRU(EvictionPolicy):
         stay[places] = False
         return fresh[places], fresh[stay]
 
-    def peek(self, count: int, usable: Usable | None = None) -> Ids:
+    def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
         self._fold_cursor()
         late = sorted(self._late)
-        found: list[Ids] = []
+        found: list[npt.NDArray[np.int32]] = []
         need = count
         for tick, ids in self._in_order(late):
             array = np.atleast_1d(np.asarray(ids, dtype=np.int32))
@@ -292,32 +302,17 @@ class LRU(EvictionPolicy):
         """Drops stale entries, so that hits without evictions do not grow the queue."""
         self._fold_cursor()
         fresh: deque[_Segment] = deque()
-        entries = 0
         for tick, ids, run in self._segments:
             array = np.atleast_1d(np.asarray(ids, dtype=np.int32))
             array = array[self._stamp[array] == tick]
             if len(array):
                 fresh.append((tick, array if len(array) > 1 else int(array[0]), run))
-                entries += len(array)
         self._segments = fresh
-        self._entries = entries
+        self._stale = 0
         self._late = [entry for entry in self._late if self._stamps[entry[2]] == entry[0]]
         heapq.heapify(self._late)
 
 
 def _joined(pieces: list[Ids | list[int]]) -> Ids:
-    if len(pieces) == 1:
-        return np.asarray(pieces[0], dtype=np.int32)
-    small: list[int] = []
-    arrays: list[Ids] = []
-    for piece in pieces:
-        if isinstance(piece, list):
-            small.extend(piece)
-        else:
-            if small:
-                arrays.append(np.array(small, dtype=np.int32))
-                small = []
-            arrays.append(piece)
-    if small or not arrays:
-        arrays.append(np.array(small, dtype=np.int32))
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    arrays = [np.asarray(piece, dtype=np.intp) for piece in pieces]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [np.empty(0, dtype=np.intp)])

@@ -23,30 +23,31 @@ from allocator.block_state import FREE, HELD, IDLE, RETIRED, STATE
 from allocator.extents import ExtentLayout
 
 Ids: TypeAlias = npt.NDArray[np.int32]
+Places: TypeAlias = npt.NDArray[np.intp]  # ids inside the pool: numpy converts an index of any other type on each use
 
 
 class FreeList:
-    """Stack of FREE ids of one class: an int32 array, and a memoryview of it for scalars."""
+    """Stack of FREE ids of one class: an array, and a memoryview of it for scalars."""
 
     __slots__ = ("count", "ids", "view")
 
     def __init__(self, capacity: int) -> None:
-        self.ids: Ids = np.zeros(max(1, capacity), dtype=np.int32)
+        self.ids: Places = np.zeros(max(1, capacity), dtype=np.intp)
         self.view = self.ids.data
         self.count = 0
 
-    def push(self, ids: Ids | list[int]) -> None:
+    def push(self, ids: Ids | Places | list[int]) -> None:
         """Puts ids on top; the last one is handed out first."""
         end = self.count + len(ids)
         self.ids[self.count : end] = ids
         self.count = end
 
-    def take(self, count: int) -> Ids:
+    def take(self, count: int) -> Places:
         """The `count` topmost ids, as an array that owns its memory."""
         self.count -= count
         return self.ids[self.count : self.count + count].copy()
 
-    def held(self) -> Ids:
+    def held(self) -> Places:
         """View of all ids in the list; for checks and filters, not to be kept."""
         return self.ids[: self.count]
 
@@ -86,6 +87,7 @@ class ExtentLedger:
         self.free = [FreeList(layout.slot_count(index)) for index in range(layout.class_count)]
         self.slots_in_use = [0] * layout.class_count
         self.extents_in_use = [0] * layout.class_count
+        self.only_class = -1  # the class of every id that owns a slot, -1 when there are several such classes or none
         self._mark: npt.NDArray[np.bool_] = np.zeros(self.id_capacity + 1, dtype=bool)
         # Free-list pushes are counted by their callers in this list; an extent can have become empty only after one.
         self.frees = [0] * layout.class_count
@@ -108,6 +110,7 @@ class ExtentLedger:
         self.extent_class[extent] = class_index
         self.slots_in_use[class_index] += per_extent
         self.extents_in_use[class_index] += 1
+        self._note_classes()
         self.free[class_index].push(ids)
         self.frees[class_index] += 1
         return extent
@@ -130,8 +133,13 @@ class ExtentLedger:
         self.extent_class[extent] = -1
         self.slots_in_use[class_index] -= per_extent
         self.extents_in_use[class_index] -= 1
+        self._note_classes()
         self.retired.push(ids)
         self.unassigned.append(extent)
+
+    def _note_classes(self) -> None:
+        used = [index for index, extents in enumerate(self.extents_in_use) if extents]
+        self.only_class = used[0] if len(used) == 1 else -1
 
     def exchange_slots(self, first: int, second: int) -> None:
         """Exchanges the slots (and with them the forms) of two ids of one group. Life words stay with the ids."""

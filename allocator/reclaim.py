@@ -79,7 +79,7 @@ def empty_out(life: BlockLife, extent: int) -> None:
     idle = owners[life.idle_mask(owners)]
     if len(idle):
         life.policies[index].forget(idle)
-        life._drop_idle(index, idle)
+        life._drop_idle(index, idle.astype(np.intp))
     ledger.release_extent(extent)
 
 

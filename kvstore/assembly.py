@@ -91,9 +91,11 @@ def assemble(
     )
     upkeep = Upkeep(geometry, pool, device, residency, mover, tuple(tiers), config, sequences, cools=codec is not None)
 
+    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
+
     def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
         upkeep.forget(ids)
-        metrics.evicted(len(ids))
+        count_evicted(len(ids))
         if announcer.heard:
             announcer.evicted(group, hashes, computed_exact, form)
 

@@ -89,15 +89,20 @@ class Growth:
         short = table.token_count + token_count - table.capacity_tokens
         if short <= 0:
             return
-        fresh = self._pool.allocate(table.group, -(-short // self._block_tokens), FULL)
-        table.append(fresh)
+        if short <= self._block_tokens:
+            fresh = [self._pool.allocate_one(table.group, FULL)]
+            table.append_one(fresh[0])
+        else:
+            ids = self._pool.allocate(table.group, -(-short // self._block_tokens), FULL)
+            table.append(ids)
+            fresh = ids.tolist() if sequence.exact or self._poison else ids[-1:].tolist()
         if sequence.exact:
-            self._pool.hold_exact(fresh.tolist())
+            self._pool.hold_exact(fresh)
         if self._poison:
-            self._device.poison(table.group, [self._pool.slot_of(one) for one in fresh.tolist()])
+            self._device.poison(table.group, [self._pool.slot_of(one) for one in fresh])
         if short % self._block_tokens:
             # attention masks the unwritten end of the last block, but a mask does not remove NaN
-            self._device.zero_tail(table.group, self._pool.slot_of(int(fresh[-1])), short % self._block_tokens)
+            self._device.zero_tail(table.group, self._pool.slot_of(fresh[-1]), short % self._block_tokens)
 
     def _make_tail_writable(self, sequence: Sequence, table: BlockTable) -> None:
         if not table.tail_is_shared():
@@ -169,15 +174,11 @@ class Growth:
     # -- commit -------------------------------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        count = length(token_ids)
+        count = len(token_ids) if type(token_ids) is list else length(token_ids)
         start = sequence.committed
         if start + count > sequence.written:
             raise self._beyond_written(sequence, count)
-        chain = sequence.chain
-        if chain.token_count == start:
-            chain.extend(token_ids)
-        elif start + count > chain.token_count or not chain.tokens_equal(start, token_ids):
-            chain.rewrite(start, token_ids)
+        sequence.chain.settle(start, token_ids)
         self._committed(sequence, start + count)
 
     def commit_prompt(self, sequence: Sequence, token_count: int) -> None:
@@ -198,7 +199,7 @@ class Growth:
         )
 
     def _committed(self, sequence: Sequence, committed: int) -> None:
-        if sequence.lossy_from is None and sequence.cold_generation != self._upkeep.cool_generation:
+        if sequence.lossy_from is None and sequence.cold_generation != self._mover.cool_generation:
             self._note_cold_reads(sequence)
         self.computed_tokens += committed - sequence.committed
         sequence.committed = committed
@@ -209,7 +210,7 @@ class Growth:
 
     def _note_cold_reads(self, sequence: Sequence) -> None:
         """What is committed next was computed after any block of the sequence that is cold by now."""
-        sequence.cold_generation = self._upkeep.cool_generation
+        sequence.cold_generation = self._mover.cool_generation
         if any(has_cold(table.entries()) for table in sequence.tables):
             sequence.lossy_from = sequence.committed
 
@@ -231,6 +232,9 @@ class Growth:
         self._upkeep.enqueue_cool(sequence)
 
     def _seal_run(self, sequence: Sequence, table: BlockTable, start: int, stop: int, exact: bool) -> None:
+        if stop - start == 1:
+            self._seal_one(sequence, table, start, exact)
+            return
         ids = table.ids()[start:stop]
         if self._windows[table.group] is not None and (ids < 0).any():  # parts have left the window already
             for position in (np.flatnonzero(ids >= 0) + start).tolist():
@@ -245,6 +249,20 @@ class Growth:
         if self._upkeep.names_blocks:
             parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
             self._upkeep.remember(canonical.tolist(), sequence.root, parents)
+
+    def _seal_one(self, sequence: Sequence, table: BlockTable, position: int, exact: bool) -> None:
+        """`_seal_run` for one block, as a decode step fills them."""
+        block_id = table.id_at(position)
+        if block_id < 0:  # has left the window already
+            return
+        hashes = sequence.chain.hashes
+        canonical = self._pool.seal(block_id, hashes[position], exact)
+        if canonical != block_id:
+            table.replace(position, canonical)
+        if self._announcer.heard:
+            self._announcer.sealed(table.group, hashes, position, [canonical == block_id], exact)
+        if self._upkeep.names_blocks:
+            self._upkeep.remember([canonical], sequence.root, [hashes[position - 1] if position else None])
 
     def _drop_out_of_window(self, sequence: Sequence) -> None:
         """Give back blocks that no later token can attend to; one more is kept, so that a slightly shorter prompt

@@ -11,6 +11,7 @@ Pure Python and numpy, no lock: a HashChain belongs to one sequence and to the t
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from bisect import bisect_left
@@ -292,6 +293,24 @@ class HashChain:
         tokens.extend(fresh)
         return self._complete() if len(tokens) // self.block_tokens > len(self._hashes) else []
 
+    def settle(self, start: int, token_ids: TokenIds) -> None:
+        """Make the tokens from `start` on these ones, where `start` is at most `token_count`: `extend` at the end of
+        the chain; nothing where they stand already, as those of a prompt do; else `rewrite`. UsageError as `extend`.
+        """
+        tokens = self._tokens
+        if len(tokens) != start:
+            if start + len(token_ids) > len(tokens) or not self.tokens_equal(start, token_ids):
+                self.rewrite(start, token_ids)
+            return
+        if type(token_ids) is list and len(token_ids) == 1 and not self._placeholders:
+            token = token_ids[0]
+            if type(token) is int and 0 <= token < TOKEN_LIMIT:
+                tokens.append(token)
+                if not len(tokens) % self.block_tokens:
+                    self._complete()
+                return
+        self.extend(token_ids)
+
     def rewrite(self, start: int, token_ids: TokenIds) -> None:
         """Make the tokens from `start` on these ones, forgetting what differs; media over tokens that stay are kept.
 
@@ -360,12 +379,16 @@ class HashChain:
             for begin in range(start, stop, block):
                 last = self._hash_span(_BLOCK_TAG, last, begin, begin + block)
                 fresh.append(last)
+        elif stop - start == block:
+            fresh = [self._hash_span(_BLOCK_TAG, last, start, stop)]
         else:
-            rows = np.zeros(((stop - start) // block, block + 2), dtype="<u4")
+            count = (stop - start) // block
+            rows = np.zeros((count, block + 2), dtype="<u4")
             rows[:, 0] = block
             rows[:, 1:-1] = np.frombuffer(self._tokens[start:stop], dtype=np.uint32).reshape(-1, block)
-            packed, step, sha256, tag = rows.tobytes(), 4 * (block + 2), hashlib.sha256, _BLOCK_TAG
-            fresh = [last := sha256(tag + last + packed[at : at + step]).digest() for at in range(0, len(packed), step)]
+            pieces = struct.unpack(f"{4 * (block + 2)}s" * count, rows.tobytes())
+            sha256 = hashlib.sha256
+            fresh = [last := sha256(b"\x01" + last + piece).digest() for piece in pieces]
         self._hashes += fresh
         return fresh
 

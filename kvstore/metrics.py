@@ -83,6 +83,16 @@ class StoreMetrics(Collector):
             with self._lock:
                 self._values[key] = self._values.get(key, 0) + amount
 
+    def counter(self, name: str, **labels: str) -> Callable[[int], None]:
+        """`add` of one series whose name and labels are checked now, once, for a caller in a hurry."""
+        key = self._key("counter", name, labels)
+
+        def rise(amount: int) -> None:
+            with self._lock:
+                self._values[key] = self._values.get(key, 0) + amount
+
+        return rise
+
     def set(self, name: str, value: float, **labels: str) -> None:
         """State a gauge."""
         key = self._key("gauge", name, labels)

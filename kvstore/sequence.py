@@ -23,6 +23,9 @@ class SequenceState(StrEnum):
     RUNNING = "running"
 
 
+RUNNING = SequenceState.RUNNING  # for the check in each call of a decode step: looking up a member costs more than it
+
+
 class HitReason(StrEnum):
     """Why a lookup found nothing, in the words of `docs/vocabulary.md`."""
 

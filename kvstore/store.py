@@ -24,7 +24,7 @@ from kvstore.arguments import check_hashes, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
 from kvstore.prompts import Prompts
-from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
+from kvstore.sequence import RUNNING, Admission, FetchState, Hit, Lease, Sequence, SequenceState
 from kvstore.store_checks import check_store
 from kvstore.upkeep import StepReport
 from kvstore.usage import StoreUsage, measure, state_gauges
@@ -438,7 +438,7 @@ class KVStore:
 
     def _running(self, sequence_id: str) -> Sequence:
         sequence = self._sequences.get(sequence_id)
-        if sequence is not None and sequence.state is SequenceState.RUNNING:
+        if sequence is not None and sequence.state is RUNNING:
             return sequence
         sequence = self._sequence(sequence_id)
         if sequence.state is SequenceState.LOADING:

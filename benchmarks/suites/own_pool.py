@@ -33,20 +33,20 @@ class OwnSide:
             if batch == 1:
                 with counted:
                     one_by_one = [pool.allocate_one(0) for _ in range(work.POOL_BLOCKS)]
-                self._seal_every_other(pool, np.array(one_by_one), f"{round_number} {repeat}")
+                self._seal_every_other(pool, np.array(one_by_one, dtype=np.int32), f"{round_number} {repeat}")
                 with counted:
                     for block in one_by_one:
                         pool.release_one(block)
                 continue
             with counted:
                 batches = [pool.allocate(0, batch, FULL) for _ in range(work.POOL_BLOCKS // batch)]
-            self._seal_every_other(pool, np.concatenate(batches), f"{round_number} {repeat}")
+            self._seal_every_other(pool, np.concatenate(batches).astype(np.int32), f"{round_number} {repeat}")
             with counted:
                 for blocks in batches:
                     pool.release(blocks[::-1])
         return watch.seconds / (work.PASSES * work.POOL_BLOCKS)
 
-    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.integer], name: str) -> None:
+    def _seal_every_other(self, pool: BlockPool, ids: npt.NDArray[np.int32], name: str) -> None:
         hashed = [position for position in range(len(ids)) if work.every_other(position)]
         pool.seal_many(ids[hashed], [f"{name} {position}".encode().ljust(32) for position in hashed], True)
 
