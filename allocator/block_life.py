@@ -31,7 +31,7 @@ from allocator.block_state import (
 )
 from allocator.errors import CapacityError, UsageError
 from allocator.eviction import LRU, EvictionPolicy
-from allocator.extent_ledger import ExtentLedger, Ids, Places
+from allocator.extent_ledger import PLACE_TYPE, ExtentLedger, Ids, Places
 from allocator.extents import COLD, FULL, ExtentLayout
 from allocator.prefix_index import PrefixIndex
 
@@ -174,7 +174,7 @@ class BlockLife:
         count = len(ids)
         if count > len(self._numbers):
             raise UsageError(f"expected distinct blocks to {verb}, got {count} of {self.ledger.id_capacity}")
-        places = ids.view(np.uint32).astype(np.intp)  # so that a negative id is out of range too
+        places = ids.view(np.uint32).astype(PLACE_TYPE)  # so that a negative id is out of range too
         try:
             self._order[places] = self._numbers[:count]
         except IndexError:
@@ -185,7 +185,7 @@ class BlockLife:
 
     def _leave_idle(self, ids: Ids | Places, busy: bool) -> None:
         """Takes idle blocks from their policies and counts; the caller sets their words afterwards."""
-        for index, part in self._by_class(ids.astype(np.intp)):
+        for index, part in self._by_class(ids.astype(PLACE_TYPE)):
             self.idle_counts[index] -= len(part)
             if self.held_idle_counts[index]:
                 self.held_idle_counts[index] -= int(np.count_nonzero(self._life[part] & HELD))

@@ -30,7 +30,7 @@ from allocator.block_state import (
     BlockState,
 )
 from allocator.errors import UsageError
-from allocator.extent_ledger import Ids
+from allocator.extent_ledger import ID_TYPE, Ids
 from allocator.extents import FULL
 from allocator.reclaim import available_blocks, make_room
 
@@ -83,7 +83,7 @@ class BlockReferences(BlockLife):
         free.count = start = free.count - count
         places = free.ids[start : start + count]
         self._life[places] = OPEN_ONCE
-        return places.astype(np.int32)
+        return places.astype(ID_TYPE)
 
     def _allocate_evicting(self, index: int, count: int) -> Ids:
         """A small batch from what is free and, for the rest, idle blocks of the class, without a detour."""
@@ -100,7 +100,7 @@ class BlockReferences(BlockLife):
             self._push_free(surplus)
         for block_id in ids:
             words[block_id] = OPEN_ONCE
-        return np.array(ids, dtype=np.int32)
+        return np.array(ids, ID_TYPE)
 
     def _eviction_is_next(self, index: int) -> bool:
         """Whether `make_room` would find nothing before its third step, eviction inside the class."""
@@ -120,10 +120,11 @@ class BlockReferences(BlockLife):
         hit point of a sliding group, kept or dropped as one.
         UsageError, with nothing changed, for a block without references or one that is given twice.
         """
-        if len(ids) > SMALL_BATCH:
+        count = len(ids)
+        if count > SMALL_BATCH:
             self._release_many(np.asarray(ids, dtype=np.int32), run)
             return
-        if len(ids) == 1 and not run:
+        if count == 1 and not run:
             self.release_one(int(ids[0]))
             return
         batch: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

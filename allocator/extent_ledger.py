@@ -24,6 +24,8 @@ from allocator.extents import ExtentLayout
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 Places: TypeAlias = npt.NDArray[np.intp]  # ids inside the pool: numpy converts an index of any other type on each use
+ID_TYPE = np.dtype(np.int32)  # handed to numpy as they are, which saves it a lookup in each small call
+PLACE_TYPE = np.dtype(np.intp)
 
 
 class FreeList:

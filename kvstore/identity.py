@@ -30,6 +30,7 @@ HASH_BYTES = 32
 
 _ROOT_TAG = b"kvstore identity\x00"
 _BLOCK_TAG = b"\x01"
+_PIECE_BLOCKS = 128  # hashed at once
 _LOOKAHEAD_TAG = b"\x02"
 _MEDIA_TAG = b"\x03"
 
@@ -290,7 +291,10 @@ class HashChain:
             self._check_media(fresh, media)
             self._media.extend(media)
             self._media_starts.extend(one.start for one in media)
-        tokens.extend(fresh)
+        if tokens:
+            tokens.extend(fresh)
+        else:
+            self._tokens = tokens = fresh
         return self._complete() if len(tokens) // self.block_tokens > len(self._hashes) else []
 
     def settle(self, start: int, token_ids: TokenIds) -> None:
@@ -382,15 +386,23 @@ class HashChain:
         elif stop - start == block:
             fresh = [self._hash_span(_BLOCK_TAG, last, start, stop)]
         else:
-            count = (stop - start) // block
-            rows = np.zeros((count, block + 2), dtype="<u4")
-            rows[:, 0] = block
-            rows[:, 1:-1] = np.frombuffer(self._tokens[start:stop], dtype=np.uint32).reshape(-1, block)
-            pieces = struct.unpack(f"{4 * (block + 2)}s" * count, rows.tobytes())
-            sha256 = hashlib.sha256
-            fresh = [last := sha256(b"\x01" + last + piece).digest() for piece in pieces]
+            fresh = self._hash_plain(last, start, stop)
         self._hashes += fresh
         return fresh
+
+    def _hash_plain(self, last: bytes, start: int, stop: int) -> list[bytes]:
+        """Hashes of a run of full blocks without media; piece by piece, so that what is copied stays in the cache."""
+        block, sha256 = self.block_tokens, hashlib.sha256
+        tokens = np.frombuffer(self._tokens, dtype=np.uint32)[start:stop].reshape(-1, block)
+        rows = np.zeros((min(len(tokens), _PIECE_BLOCKS), block + 2), dtype="<u4")
+        rows[:, 0] = block
+        hashes: list[bytes] = []
+        for first in range(0, len(tokens), _PIECE_BLOCKS):
+            piece = tokens[first : first + _PIECE_BLOCKS]
+            rows[: len(piece), 1:-1] = piece
+            messages = struct.unpack(f"{4 * (block + 2)}s" * len(piece), rows[: len(piece)].tobytes())
+            hashes += [last := sha256(b"\x01" + last + message).digest() for message in messages]
+        return hashes
 
     def _hash_span(self, tag: bytes, parent: bytes, start: int, stop: int) -> bytes:
         span = self._tokens[start:stop]
