@@ -122,6 +122,9 @@ class PoolMachine(RuleBasedStateMachine):
                 self.rollback(sequence, len(token_ids))
         elif kind == "fork" and len(self.sequences) < SEQUENCES_MAX:
             self.fork(sequence)
+            if exact:  # both go on at once, into what was one tail
+                self.write(sequence, token_ids[:1])
+                self.write(self.sequences[-1], token_ids[-1:])
         elif kind == "finish":
             self.sequences.remove(sequence)
             for table in sequence.tables:
