@@ -209,7 +209,7 @@ class LRU(EvictionPolicy):
                 segments.popleft()
         while need > 0 and segments:
             tick, ids, run = segments[0]
-            if type(ids) is int:
+            if isinstance(ids, int):
                 segments.popleft()
                 if stamps[ids] == tick:
                     taken.append(ids)
@@ -219,8 +219,8 @@ class LRU(EvictionPolicy):
                 continue
             if run and not runs:
                 break
-            if type(ids) is not list:
-                ids = ids.tolist()  # type: ignore[union-attr]
+            if not isinstance(ids, list):
+                ids = ids.tolist()
                 segments[0] = (tick, ids, run)
             cursor = start = self._cursor
             end = len(ids)

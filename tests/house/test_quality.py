@@ -159,7 +159,7 @@ def test_windows_do_not_overlap_and_say_when_the_text_ends() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_fidelity_suite_holds_its_bars_on_a_short_window() -> None:
+def test_case_144_the_gate_is_quality_fidelity_holds_its_bars_on_a_short_window() -> None:
     command = [
         sys.executable,
         "-m",

@@ -153,6 +153,38 @@ def test_case_013_one_shot_prefill_keeps_the_recent_window_raw(cold: Callable[..
     assert forms[1:-8] == [1] * 11
 
 
+@pytest.mark.parametrize("cut", range(1, 10 * B, 5))
+def test_case_027_cropping_to_any_length_leaves_every_kept_block_as_it_was(
+    cold: Callable[..., KVStore], cut: int
+) -> None:
+    store = cold()
+    prompt = list(range(10 * B))
+    run_prompt(store, "a", prompt)
+    settle(store)
+    before = store.tables("a")[0].tolist()
+    assert store.slab is not None
+    raw = [bytes(store.slab.slot_memory(entry & 1, entry >> 1)) for entry in before]
+    remaining = len(prompt) - cut
+    inside_cold = remaining % B and before[remaining // B] & 1
+    try:
+        store.rollback("a", cut)
+    except CannotRollback:
+        assert inside_cold
+        remaining = len(prompt)
+    else:
+        assert not inside_cold
+    store.fork("a", "b")
+    settle(store)
+    compute(store, "a", [700, 701, 702])
+    compute(store, "b", [800])
+    for name, tail in (("a", [700, 701, 702]), ("b", [800])):
+        check_bytes(store, name, [*prompt[:remaining], *tail])
+        now = store.tables(name)[0].tolist()
+        for position in range(remaining // B):
+            assert bytes(store.slab.slot_memory(now[position] & 1, now[position] >> 1)) == raw[position]
+    store.check_invariants()
+
+
 def test_cutting_inside_an_int4_block_is_refused(cold: Callable[..., KVStore]) -> None:
     store = cold()
     prompt = list(range(10 * B))

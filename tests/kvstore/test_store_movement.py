@@ -232,7 +232,7 @@ def test_case_077_a_host_tier_kept_full_goes_on_admitting(make_store: Callable[.
 
 
 def test_case_029_round_trips_of_many_blocks(make_store: Callable[..., KVStore]) -> None:
-    for count in (1, 2, 31, 32, 33, 113, 128, 129):
+    for count in (1, 2, 31, 32, 33, 113, 114, 127, 128, 129, 255, 256, 257):
         store = make_store(blocks=count + 2, host_blocks=count + 4, load_always=True, spill_queue_blocks=512)
         prompt = list(range(count * B + 1))
         run_prompt(store, "a", prompt)
@@ -242,6 +242,35 @@ def test_case_029_round_trips_of_many_blocks(make_store: Callable[..., KVStore])
         assert run_prompt(store, "b", prompt) == count * B
         check_bytes(store, "b", prompt)
         store.close()
+
+
+def test_case_029_a_long_prefix_that_goes_down_and_comes_back_in_many_batches(
+    make_store: Callable[..., KVStore],
+) -> None:
+    tier, executor = held_tier(160)
+    store = make_store(blocks=140, tiers=[tier], load_always=True, spill_queue_blocks=7, spill_blocks_per_step=64)
+    prompt = list(range(130 * B + 1))
+    run_prompt(store, "a", prompt)
+    store.preempt("a")
+    template = store._parts.residency.copy_key(store.identity.root(), 0, bytes(32), 0, True)
+    batches = 0
+    for _ in range(100):
+        executor.run()
+        before = store.metrics.get("spilled_blocks", tier="host")
+        store.step()
+        spilled = store.metrics.get("spilled_blocks", tier="host")
+        batches += spilled > before
+        assert spilled - before <= 7
+        coldest = store.pool.coldest(0, 5).tolist()  # what has a copy below makes room, tail of the prefix first
+        keys = [template.with_hash(store.pool.hash_of(one)) for one in coldest]
+        store.pool.evict([one for one, there in zip(coldest, tier.contains(keys), strict=True) if there])
+    assert batches > 20
+    assert store.pool.match(0, store.prepare(prompt).hashes) == []
+    store.admit("b", prompt)
+    executor.run()
+    store.step()
+    assert store.fetch("b").ready_tokens == 130 * B
+    check_bytes(store, "b", prompt[: 130 * B])
 
 
 def test_a_full_spill_queue_drops_and_counts(make_store: Callable[..., KVStore]) -> None:

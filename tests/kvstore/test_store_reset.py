@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from allocator import UsageError
+from allocator import TierError, UsageError
 from kvstore import HostTier, Identity
 from tests.kvstore.conftest import full_geometry
 from tests.kvstore.driving import HeldExecutor, check_bytes, compute, run_prompt
@@ -66,6 +66,31 @@ def test_case_008_copies_under_way_at_a_reset_are_not_taken(make_store: Callable
     store.finish("b")
     assert store.lookup(prompt, identity=adapter).tokens == 0
     store.check_invariants()
+
+
+def test_case_008_a_reset_that_does_not_reach_a_tier_says_so_and_counts_all_the_same(
+    make_store: Callable[..., KVStore],
+) -> None:
+    near, far = HostTier(12 * SLOT, name="near"), HostTier(12 * SLOT, name="far")
+    store = make_store(blocks=12, tiers=[far, near], load_always=True)
+    prompt = list(range(4 * B + 1))
+    run_prompt(store, "a", prompt)
+    store.preempt("a")
+    store.step()
+    assert far.used_bytes
+
+    def unreachable() -> None:
+        raise TierError("no route")
+
+    far.clear = unreachable  # type: ignore[method-assign]
+    with pytest.raises(TierError, match="far: no route"):
+        store.reset()
+    assert store.identity.epoch == 1
+    assert near.used_bytes == 0
+    assert far.used_bytes > 0, "its copies are still there"
+    assert store.lookup(prompt).tokens == 0, "and are no hits"
+    assert run_prompt(store, "b", prompt) == 0
+    check_bytes(store, "b", prompt)
 
 
 def test_a_pinned_block_is_no_hit_after_a_reset_and_comes_free(make_store: Callable[..., KVStore]) -> None:

@@ -189,7 +189,7 @@ def test_case_143_block_sizes_work_or_are_refused_by_name(name: str, block_token
     assert float((decoded.float() - keys.float()).norm() / keys.float().norm()) < 0.15
 
 
-def test_case_144_long_blocks_are_runs_of_independent_records() -> None:
+def test_long_blocks_are_runs_of_independent_records() -> None:
     """Errors do not grow with position: every run of a long block equals the same tokens encoded as their own block."""
     codec, shape = get_codec("int4"), BlockShape(1, 2, 512, 64, 64)
     keys, values = random_block(shape, torch.bfloat16, 5)

@@ -14,12 +14,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from allocator import BlockTable
 from kvstore.upkeep import Upkeep
+from tests.stateful.disturbed_machine import DisturbedMachine
 from tests.stateful.store_machine import StoreMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore import KVStore
+    from kvstore import KVStore, Lease
     from kvstore.sequence import Sequence
 
 _NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
@@ -37,6 +38,10 @@ HUNT = settings(
 
 def test_store_machine() -> None:
     run_state_machine_as_test(StoreMachine, settings=USUAL)  # type: ignore[no-untyped-call]
+
+
+def test_store_machine_with_resets_and_leases() -> None:
+    run_state_machine_as_test(DisturbedMachine, settings=settings(USUAL, max_examples=USUAL.max_examples // 2))  # type: ignore[no-untyped-call]
 
 
 def cold_reads_not_noted(store: KVStore) -> None:
@@ -110,6 +115,18 @@ def abort_while_loading_leaks(store: KVStore) -> None:
     store._release = leaky  # type: ignore[method-assign]
 
 
+def reset_forgets_only_idle_blocks(store: KVStore) -> None:
+    store.pool.forget_names = store.pool.drop_all_idle  # type: ignore[assignment, method-assign]
+
+
+def lease_not_given_back(store: KVStore) -> None:
+    def lost(lease: Lease | None) -> None:
+        if lease is not None:
+            lease.active = False
+
+    store._parts.leases.take_over = lost  # type: ignore[method-assign]
+
+
 _UNDO: list[Callable[[], None]] = []
 BUGS = [
     cold_reads_not_noted,
@@ -121,6 +138,21 @@ BUGS = [
     exact_readers_not_held,
     abort_while_loading_leaks,
 ]
+
+
+DISTURBED_BUGS = [reset_forgets_only_idle_blocks, lease_not_given_back]
+
+
+@pytest.mark.parametrize("bug", DISTURBED_BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_found_by_resets_and_leases(bug: Callable[[KVStore], None]) -> None:
+    class Planted(DisturbedMachine):
+        def build(self, codec: str, seed: int, rate: float) -> KVStore:
+            store = super().build(codec, seed, rate)
+            bug(store)
+            return store
+
+    with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever the damage looks like, it must show
+        run_state_machine_as_test(Planted, settings=HUNT)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
