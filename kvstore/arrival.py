@@ -69,7 +69,9 @@ class Arrivals:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
         sequence.written = sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
         sequence.sealed_blocks = blocks
-        by_tier = Counter(fetched.get(position, "device") for position in range(blocks))
+        by_tier = Counter(tier for position, tier in fetched.items() if position < blocks)
+        if by_tier.total() < blocks:
+            by_tier["device"] = blocks - by_tier.total()
         hits = {name: count * self._block_tokens for name, count in by_tier.items()}
         self._metrics.count_request(sequence.sequence_id, sequence.chain.token_count, hits)
         self._metrics.reused(sequence.reused_tokens, hits)

@@ -158,8 +158,9 @@ class Mover:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """These blocks were evicted."""
-        for block_id in block_ids:
-            self._refused.pop(block_id, None)
+        if self._refused:
+            for block_id in block_ids:
+                self._refused.pop(block_id, None)
 
     def start_cool_idle(self, block_ids: Sequence[int]) -> int:
         """Begin encoding idle blocks ahead of their time because memory is short. Counted apart."""

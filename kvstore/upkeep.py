@@ -90,8 +90,9 @@ class Upkeep:
     def forget(self, ids: Iterable[int]) -> None:
         ids = list(ids)
         self.mover.forget(ids)
-        for block_id in ids:
-            self._names.pop(block_id, None)
+        if self._names:
+            for block_id in ids:
+                self._names.pop(block_id, None)
 
     def clear(self) -> None:
         """For a reset: no block keeps a name under which it could be copied down, and every tier is emptied.
