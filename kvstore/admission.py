@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from allocator import FULL, BlockTable, CapacityError, GroupKind
-from kvstore.sequence import Hit, PendingCopy, Sequence, SequenceState
+from kvstore.sequence import Admission, Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +50,11 @@ class Admitter:
         if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
             plan = self._residency.on_device(plan, root, hashes, exact)
         return plan
+
+    def find_leading(self, root: bytes, hashes: Items[bytes], exact: bool, limit: int) -> HitPlan:
+        """The longest hit that needs at most `limit` blocks beyond what is on the device, whatever loading costs."""
+        plan = self._residency.plan(root, hashes, exact)
+        return self._residency.cut(plan, root, hashes, exact, min(plan.blocks, plan.device_blocks + limit))
 
     def on_device(self, chain: HashChain, exact: bool) -> tuple[tuple[tuple[int, ...], ...], int]:
         """The blocks, by group, of the longest hit that needs nothing from below, and its tokens."""
@@ -119,6 +124,34 @@ class Admitter:
             BlockTable(self._pool, index, geometry.block_tokens, group.window_tokens)
             for index, group in enumerate(geometry.groups)
         ]
+
+    def new_sequence(
+        self,
+        sequence_id: str,
+        chain: HashChain,
+        *,
+        exact: bool = False,
+        prompt_tokens: int | None = None,
+        private_from: int | None = None,
+    ) -> Sequence:
+        """A sequence over `chain` that holds nothing yet."""
+        return Sequence(
+            sequence_id=sequence_id,
+            chain=chain,
+            root=chain.root,
+            tables=self.empty_tables(),
+            exact=exact,
+            prompt_tokens=chain.token_count if prompt_tokens is None else prompt_tokens,
+            private_from=private_from,
+        )
+
+    def admission(self, sequence: Sequence, plan: HitPlan) -> Admission:
+        """What the caller of `admit` is told."""
+        if sequence.state is SequenceState.RUNNING:  # also when no tier took the request
+            ready = sequence.committed
+            return Admission(sequence.sequence_id, ready, 0, {"device": ready} if ready else {})
+        hit = self.hit(plan)
+        return Admission(sequence.sequence_id, hit.device_tokens, hit.tokens - hit.device_tokens, hit.by_tier)
 
     def build_tables(self, sequence: Sequence, plan: HitPlan, token_count: int, spare_blocks: Items[int] = ()) -> None:
         """Fill `sequence.tables` for `plan`, taking references and fresh blocks for what must be fetched.

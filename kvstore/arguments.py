@@ -27,9 +27,9 @@ def whole(name: str, value: object, least: int = 1, most: int | None = None) -> 
 
 
 def text_id(name: str, value: object) -> str:
-    """`value` as a text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{name}: got {value!r} ({type(value).__name__}); expected a text that is not empty")
+    """`value` as a text that is not empty and has no NUL."""
+    if not isinstance(value, str) or not value or "\x00" in value:
+        raise UsageError(f"{name}: got {value!r} ({type(value).__name__}); expected a text that is not empty, no NUL")
     return value
 
 

@@ -44,6 +44,12 @@ class Arrivals:
         """All copies that a sequence waited for have an outcome."""
         if self._sequences.get(sequence.sequence_id) is not sequence:
             return  # aborted meanwhile: its blocks were released and leave when their transfers ended
+        pending = sequence.pending
+        blocks = self.adopt(sequence)
+        self.ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
+
+    def adopt(self, sequence: Sequence) -> int:
+        """Name what arrived, cut the sequence at the first block that did not; the blocks that are there."""
         planned = sequence.written // self._block_tokens
         pending = sequence.pending
         blocks = self._admitter.settle(sequence)
@@ -63,7 +69,7 @@ class Arrivals:
             elif sequence.lossy_from is not None:
                 sequence.lossy_from = min(sequence.lossy_from, ready)
             self._metrics.recomputed((planned - blocks) * self._block_tokens, cause="not_fetched")
-        self.ready(sequence, blocks, {copy.position: copy.tier for copy in pending})
+        return blocks
 
     def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""

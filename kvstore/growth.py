@@ -273,6 +273,22 @@ class Growth:
                 self._pool.drop_exact(table.window_surplus(sequence.committed))
             table.drop_window(sequence.committed)
 
+    # -- fork ---------------------------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, child_id: str) -> Sequence:
+        """A child with holds of its own. UsageError while the parent has written tokens that are not committed."""
+        if parent.written != parent.committed:
+            raise UsageError(
+                f"fork of {parent.sequence_id!r}: {parent.written - parent.committed} written tokens are not "
+                "committed; commit or roll them back first"
+            )
+        child = parent.fork(child_id)
+        if child.exact:
+            for table in child.tables:
+                self._pool.hold_exact(table.ids())
+        self.hold_tails(child)
+        return child
+
     # -- rollback -----------------------------------------------------------------------------------------------
 
     def rollback(self, sequence: Sequence, token_count: int) -> None:

@@ -48,7 +48,9 @@ class _CoolJob:
 class _SpillJob:
     tier: Tier
     block_ids: list[int]
+    hashes: list[bytes]
     payload_bytes: int
+    drop: bool
 
 
 @dataclass(slots=True)
@@ -69,13 +71,6 @@ class Drained:
     spilled: int = 0
     fetched: int = 0
     failed: int = 0
-
-
-@dataclass(slots=True)
-class _Spillable:
-    block_id: int
-    key: CopyKey
-    parent: bytes | None
 
 
 class Mover:
@@ -229,8 +224,12 @@ class Mover:
         """Blocks that may be submitted before the in-flight limit is reached."""
         return max(0, self._spill_inflight_limit - self._spilling_blocks)
 
-    def start_spill(self, tier: Tier, blocks: Sequence[tuple[int, CopyKey, bytes | None]]) -> int:
+    def start_spill(
+        self, tier: Tier, blocks: Sequence[tuple[int, CopyKey, bytes | None]], *, drop: bool = False
+    ) -> int:
         """Copy blocks down to `tier`: (block id, key, hash of the parent block). Returns how many were submitted.
+
+        drop: demote, that is give up the idle block above once its copy is there.
 
         Past the in-flight limit the rest is dropped and counted: a slow tier never makes a step wait.
         """
@@ -255,7 +254,7 @@ class Mover:
             _LOG.exception("kvstore: %d copies to tier %s could not start", len(block_ids), tier.name)
             return 0
         total = sum(buffers[0].nbytes for _, buffers, _ in items)
-        self._spills[transfer] = _SpillJob(tier, block_ids, total)
+        self._spills[transfer] = _SpillJob(tier, block_ids, [key.hash for _, key, _ in blocks], total, drop)
         self._spilling_blocks += len(block_ids)
         return len(block_ids)
 
@@ -270,7 +269,21 @@ class Mover:
             else:
                 self._metrics.dropped(result.value, tier=job.tier.name)
         self._metrics.spilled(job.tier.name, stored)
+        if job.drop:
+            self._drop_above(job, results)
         return stored
+
+    def _drop_above(self, job: _SpillJob, results: Sequence[ResultCode]) -> None:
+        """The second half of a demotion, for blocks that nobody has taken up since."""
+        pool = self._pool
+        gone = [
+            block_id
+            for block_id, block_hash, result in zip(job.block_ids, job.hashes, results, strict=False)
+            if result is ResultCode.OK and pool.is_idle(block_id) and pool.hash_of(block_id) == block_hash
+            if not (pool.in_flight(block_id) or pool.is_pinned(block_id))
+        ]
+        pool.evict(gone)
+        self._metrics.demoted(job.tier.name, len(gone))
 
     # -- fetch --------------------------------------------------------------------------------------------------
 

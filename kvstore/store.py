@@ -24,6 +24,7 @@ from kvstore.arguments import check_hashes, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
 from kvstore.prompts import Prompts
+from kvstore.relocation import Relocation, is_promotion
 from kvstore.sequence import RUNNING, Admission, FetchState, Hit, Lease, Sequence, SequenceState
 from kvstore.store_checks import check_store
 from kvstore.upkeep import StepReport
@@ -80,6 +81,9 @@ class KVStore:
         self._parts = parts
         self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
         self._arrivals = parts.arrivals
+        self._relocation = Relocation(
+            parts.admitter, parts.arrivals, parts.upkeep, parts.metrics, self._sequences, self._release
+        )
         self.events = parts.announcer.events
         self.metrics.before_reading = self._state_gauges
 
@@ -103,7 +107,7 @@ class KVStore:
 
     def sequence_ids(self) -> list[str]:
         with self._lock:
-            return list(self._sequences)
+            return [name for name in self._sequences if not is_promotion(name)]
 
     def committed_tokens(self, sequence_id: str) -> int:
         with self._lock:
@@ -182,6 +186,20 @@ class KVStore:
         with self._lock:
             self._parts.leases.end(lease)
 
+    def promote(self, token_ids: Items[int] | HashChain, *, exact: bool = False) -> int:
+        """Read a prefix's next blocks up from lower tiers and keep them as hits; tokens on their way (see `step`)."""
+        chain = self._prompts.chain(token_ids, (), None)
+        with self._lock:
+            self._check_open()
+            return self._relocation.promote(chain, exact, self._clock())
+
+    def demote(self, token_ids: Items[int] | HashChain) -> int:
+        """Copy a prefix's idle blocks down and drop them here once the copy is made; how many blocks."""
+        chain = self._prompts.chain(token_ids, (), None)
+        with self._lock:
+            self._check_open()
+            return self._relocation.demote(chain)
+
     # -- admit --------------------------------------------------------------------------------------------------
 
     def admit(
@@ -220,14 +238,8 @@ class KVStore:
                 raise DuplicateSequence(f"sequence {sequence_id!r} is live already; finish or abort it first")
             self._parts.leases.check(lease)
             self.check_fits(token_count)
-            sequence = Sequence(
-                sequence_id=sequence_id,
-                chain=chain,
-                root=chain.root,
-                tables=self._admitter.empty_tables(),
-                exact=exact,
-                prompt_tokens=prompt_tokens,
-                private_from=private_from,
+            sequence = self._admitter.new_sequence(
+                sequence_id, chain, exact=exact, prompt_tokens=prompt_tokens, private_from=private_from
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
@@ -238,11 +250,7 @@ class KVStore:
                 self._admitter.start_fetch(sequence, plan, self._arrivals.fetched, self._clock())
             else:
                 self._arrivals.ready(sequence, plan.blocks, {})
-            if sequence.state is SequenceState.RUNNING:  # also when no tier took the request
-                ready = sequence.committed
-                return Admission(sequence_id, ready, 0, {"device": ready} if ready else {})
-            hit = self._admitter.hit(plan)
-            return Admission(sequence_id, hit.device_tokens, hit.tokens - hit.device_tokens, hit.by_tier)
+            return self._admitter.admission(sequence, plan)
 
     def fetch(self, sequence_id: str) -> FetchState:
         """Whether the copies that `admit` asked for have arrived. Never waits: call `step` between two calls."""
@@ -322,16 +330,7 @@ class KVStore:
             text_id("child_id", child_id)
             if child_id in self._sequences:
                 raise DuplicateSequence(f"sequence {child_id!r} is live already; fork needs a new id")
-            if parent.written != parent.committed:
-                raise UsageError(
-                    f"fork of {sequence_id!r}: {parent.written - parent.committed} written tokens are not committed; "
-                    "commit or roll them back first"
-                )
-            child = self._sequences[child_id] = parent.fork(child_id)
-            if child.exact:
-                for table in child.tables:
-                    self.pool.hold_exact(table.ids())
-            self._growth.hold_tails(child)
+            self._sequences[child_id] = self._growth.fork(parent, child_id)
 
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""

@@ -239,26 +239,28 @@ class Upkeep:
         room for now has not had its turn.
         """
         pool, tier = self.pool, self.tiers[0]
-        lives: dict[int, tuple[int, int]] = {}
-        named: list[tuple[int, CopyKey, bytes | None]] = []
-        for block_id in ids:
-            block_hash, name = pool.hash_of(block_id), self._names.get(block_id)
-            if block_hash is None or name is None or pool.in_flight(block_id):
-                continue
-            life = (pool.form_of(block_id), pool.idle_since(block_id))
-            if name.copied == life:
-                continue
-            lives[block_id] = life
-            key = self.residency.copy_key(
-                name.root, pool.group_of(block_id), block_hash, pool.form_of(block_id), pool.computed_exact(block_id)
-            )
-            named.append((block_id, key, name.parent))
+        lives = {one: (pool.form_of(one), pool.idle_since(one)) for one in ids}
+        named = [copy for copy in self.copies_of(ids) if self._names[copy[0]].copied != lives[copy[0]]]
         if not named:
             return
         present = tier.contains([key for _, key, _ in named])
         missing = [item for item, there in zip(named, present, strict=True) if not there]
         waiting = {item[0] for item in missing[self.mover.spill_room :]}
         self.mover.start_spill(tier, missing)
-        for block_id, life in lives.items():
+        for block_id, _, _ in named:
             if block_id not in waiting:
-                self._names[block_id].copied = life
+                self._names[block_id].copied = lives[block_id]
+
+    def copies_of(self, ids: Items[int]) -> list[tuple[int, CopyKey, bytes | None]]:
+        """(block id, key of its copy, hash of its parent) of those blocks that can be copied now."""
+        pool = self.pool
+        copies: list[tuple[int, CopyKey, bytes | None]] = []
+        for block_id in ids:
+            block_hash, name = pool.hash_of(block_id), self._names.get(block_id)
+            if block_hash is None or name is None or pool.in_flight(block_id):
+                continue
+            key = self.residency.copy_key(
+                name.root, pool.group_of(block_id), block_hash, pool.form_of(block_id), pool.computed_exact(block_id)
+            )
+            copies.append((block_id, key, name.parent))
+        return copies
