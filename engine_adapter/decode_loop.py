@@ -194,8 +194,10 @@ class DecodeLoop:
         """Run the model over the plan and book the outcome; returns the number of tokens put out."""
         left = deque(planned)
         try:
+            started = self._clock()
             logits = self._runner.forward(StepBatch(tuple(self._slice(part) for part in planned)))
             argmaxes = first_choices(logits)
+            self._observe_speed(planned, self._clock() - started)
             expected = sum(part.logits_count for part in planned)
             if len(argmaxes) != expected:
                 raise ConfigError(f"the runner returned {len(argmaxes)} rows of logits, expected {expected}")
@@ -211,6 +213,12 @@ class DecodeLoop:
                 if part.stream.phase is Phase.RUNNING:
                     self._adapter.rollback(part.stream.sequence_id, len(part.token_ids))
         return output_tokens
+
+    def _observe_speed(self, planned: Sequence[PlannedSlice], seconds: float) -> None:
+        """Tell the store how fast prompts are computed, from steps that are mostly prompt: it weighs loading by it."""
+        tokens = sum(len(part.token_ids) for part in planned)
+        if 2 * sum(len(part.token_ids) for part in planned if part.stream.prefilling) > tokens:
+            self._store.observe_prefill(tokens, seconds)
 
     def _slice(self, part: PlannedSlice) -> SequenceSlice:
         stream, count = part.stream, len(part.token_ids)

@@ -274,3 +274,17 @@ def test_run_returns_what_step_by_step_does(make_kit: KitMaker) -> None:
         kit.loop.submit(request)
     kit.check(kit.loop.run(), requests)
     kit.nothing_left()
+
+
+def test_the_store_learns_how_fast_prompts_are_computed(make_kit: KitMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    kit = make_kit(loop={"clock": lambda: now[0], "step_tokens": 64})
+    forward = ToyRunner.forward
+
+    def slow(self: ToyRunner, batch: StepBatch) -> torch.Tensor:
+        now[0] += 0.5
+        return forward(self, batch)
+
+    monkeypatch.setattr(ToyRunner, "forward", slow)
+    kit.run_checked(Request("r", prompt(1, 40), 5))
+    assert kit.store._parts.costs.prefill_tokens_per_second == 80.0, "40 tokens in the one step that was prompt"
