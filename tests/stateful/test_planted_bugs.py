@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from pool_machine import PoolMachine
 
 from allocator import BlockPool, BlockTable
 from allocator.block_life import IdBatch
 from allocator.block_state import HELD, IDLE, STATE
 from allocator.errors import CannotRollback, KVError
 from allocator.extent_ledger import ExtentLedger
+from tests.stateful.pool_machine import PoolMachine
 
 FOUND = (AssertionError, KVError, KeyError, IndexError, ExceptionGroup)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from hypothesis import HealthCheck, settings
-from pool_machine import PoolMachine
+
+from tests.stateful.pool_machine import PoolMachine
 
 _SIZES = {"ci": (300, 40), "nightly": (10_000, 100)}
 _EXAMPLES, _STEPS = _SIZES[os.environ.get("HYPOTHESIS_PROFILE", "ci")]
