@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ _STALL_SECONDS = 60.0
 _WAIT_SECONDS = 0.05
 
 
+@runtime_checkable
 class Runner(Protocol):
     """A model over paged KV. `forward` writes the KV of every fed token to its place before anything reads it."""
 
@@ -84,6 +85,8 @@ class DecodeLoop:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(runner, Runner):
+            raise ConfigError(f"runner: got {type(runner).__name__}; expected a Runner, such as HFRunner")
         adapter = store if isinstance(store, StoreAdapter) else StoreAdapter(store)
         self._store = adapter.store
         if runner.geometry.fingerprint() != self._store.geometry.fingerprint():
