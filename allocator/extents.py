@@ -70,8 +70,9 @@ class ExtentLayout:
         self.extent_count = total_bytes // extent_bytes
         if self.extent_count < 1 + self.spare_count:
             raise ConfigError(
-                f"{total_bytes} bytes hold {self.extent_count} extents of {extent_bytes} bytes (full slots of "
-                f"{self.slot_bytes[::2]} bytes); expected at least {1 + self.spare_count}"
+                f"device memory of {total_bytes} bytes holds {self.extent_count} extents of {extent_bytes} bytes (full "
+                f"slots of {self.slot_bytes[::2]} bytes); expected at least {1 + self.spare_count}, so "
+                f"{(1 + self.spare_count) * extent_bytes} bytes"
             )
         self.per_extent = tuple(extent_bytes // size if size else 0 for size in self.slot_bytes)
         self.remainder_bytes = tuple(

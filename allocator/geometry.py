@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -54,8 +55,14 @@ class CacheGroup:
     lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if self.kind not in tuple(GroupKind):
+            raise GeometryError(f"cache group: got kind {self.kind!r}; expected one of {', '.join(GroupKind)}")
         object.__setattr__(self, "kind", GroupKind(self.kind))
+        given: object = self.layers
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise GeometryError(f"cache group: got layers {self.layers!r}; expected layer numbers")
         object.__setattr__(self, "layers", tuple(self.layers))
+        self._check_kinds()
         where = f"cache group of layers {_ranges(self.layers)!r}"
         if not self.layers or min(self.layers) < 0 or len(set(self.layers)) != len(self.layers):
             raise GeometryError(f"{where}: expected at least one layer, none negative, none twice, got {self.layers}")
@@ -72,6 +79,16 @@ class CacheGroup:
             raise GeometryError(f"{where}: a latent group, and no other, has value_dim 0; got {self.value_dim}")
         if self.kind is GroupKind.LATENT and self.kv_heads != 1:
             raise GeometryError(f"{where}: a latent group has one head, got {self.kv_heads}")
+
+    def _check_kinds(self) -> None:
+        """GeometryError for a count that is no int: 2.0 and True would give the same shape another fingerprint."""
+        counts = [("layers", layer) for layer in self.layers]
+        counts += [(name, getattr(self, name)) for name in ("kv_heads", "key_dim", "value_dim", "lookahead_tokens")]
+        if self.window_tokens is not None:
+            counts.append(("window_tokens", self.window_tokens))
+        for name, count in counts:
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise GeometryError(f"cache group: got {name} {count!r} ({type(count).__name__}); expected an int")
 
     @property
     def name(self) -> str:
@@ -103,9 +120,14 @@ class KVGeometry:
     scale_identity: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.groups, Iterable) or not all(isinstance(one, CacheGroup) for one in self.groups):
+            raise GeometryError(f"groups: got {self.groups!r}; expected CacheGroups")
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise GeometryError("expected at least one cache group, got none")
+        for name in ("position", "scale_identity"):
+            if not isinstance(getattr(self, name), str):
+                raise GeometryError(f"{name}: got {getattr(self, name)!r}; expected text")
         names = ", ".join(group.name for group in self.groups)
         if isinstance(self.block_tokens, bool) or not isinstance(self.block_tokens, int):
             raise GeometryError(f"groups {names}: expected an integer block_tokens, got {self.block_tokens!r}")
@@ -136,7 +158,7 @@ class KVGeometry:
         kind = GroupKind.FULL if window_tokens is None else GroupKind.SLIDING
         group = CacheGroup(
             kind=kind,
-            layers=tuple(range(layers)),
+            layers=_first_layers(layers),
             kv_heads=kv_heads,
             key_dim=head_dim,
             value_dim=head_dim,
@@ -157,7 +179,7 @@ class KVGeometry:
     ) -> KVGeometry:
         """MLA: one head of `latent_dim + rope_dim` values a token and layer, no V."""
         group = CacheGroup(
-            kind=GroupKind.LATENT, layers=tuple(range(layers)), kv_heads=1, key_dim=latent_dim + rope_dim, value_dim=0
+            kind=GroupKind.LATENT, layers=_first_layers(layers), kv_heads=1, key_dim=latent_dim + rope_dim, value_dim=0
         )
         return cls(groups=(group,), block_tokens=block_tokens, dtype=dtype, position=position)
 
@@ -204,6 +226,12 @@ class KVGeometry:
             _feed(digest, "window_tokens", None if group.window_tokens is None else _number(group.window_tokens))
             _feed(digest, "lookahead_tokens", _number(group.lookahead_tokens))
         return digest.digest()
+
+
+def _first_layers(count: int) -> tuple[int, ...]:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise GeometryError(f"layers: got {count!r} ({type(count).__name__}); expected how many, an int")
+    return tuple(range(count))
 
 
 def _number(value: int) -> bytes:

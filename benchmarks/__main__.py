@@ -33,6 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
         parser.error(f"unknown suite {', '.join(unknown) or '(none)'}: choose from {', '.join(SUITES)}")
+    if asked.rounds < 1:
+        parser.error(f"--rounds: got {asked.rounds}, expected 1 or more")
+    for name, target in (("--json", asked.json), ("--report", asked.report)):
+        problem = None if target in (None, "-") else _cannot_write(Path(target).absolute())
+        if problem:
+            parser.error(f"{name}: {problem}")
     options = Options(rounds=asked.rounds, quick=asked.quick, seed=asked.seed, models=tuple(asked.model))
     report = Report(environment(asked.seed), [])
     failed = False
@@ -66,6 +72,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a short run that only shows that everything works")
     return parser
+
+
+def _cannot_write(path: Path) -> str | None:
+    """Why no file can be written to `path`, whose folders are made; None when one can. Known before measuring."""
+    if path.is_dir():
+        return f"got the folder {path}, expected a file"
+    if path.exists():
+        return None if os.access(path, os.W_OK) else f"no permission to write {path}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        return f"cannot write {path} ({error.strerror})"
+    return None
 
 
 def _write(target: str, text: str) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,15 +28,16 @@ from engine_adapter.latency import LatencyRecorder
 from engine_adapter.request import Completion, FinishReason, Request, RequestResult, check_request
 from engine_adapter.sampling import Choice, Sampler, first_choices
 from engine_adapter.scheduler import Phase, PlannedSlice, RequestState, Scheduler, Stream
+from kvstore import KVStore
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
-    from kvstore import KVStore
 
 _STALL_SECONDS = 60.0
 _WAIT_SECONDS = 0.05
 
 
+@runtime_checkable
 class Runner(Protocol):
     """A model over paged KV. `forward` writes the KV of every fed token to its place before anything reads it."""
 
@@ -84,13 +85,18 @@ class DecodeLoop:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(runner, Runner):
+            raise ConfigError(f"runner: got {type(runner).__name__}; expected a Runner, such as HFRunner")
+        if not isinstance(store, StoreAdapter | KVStore | None):
+            raise ConfigError(f"store: got {store!r}; expected a KVStore or a StoreAdapter")
         adapter = store if isinstance(store, StoreAdapter) else StoreAdapter(store)
         self._store = adapter.store
         if runner.geometry.fingerprint() != self._store.geometry.fingerprint():
             raise ConfigError(f"the runner's geometry {runner.geometry} is not the store's, {self._store.geometry}")
-        if max_batch_sequences < 1 or step_tokens < max_batch_sequences:
+        counts = (max_batch_sequences, step_tokens)
+        if any(type(count) is not int for count in counts) or not 1 <= max_batch_sequences <= step_tokens:
             raise ConfigError(
-                f"expected 1 <= max_batch_sequences <= step_tokens, got {max_batch_sequences} and {step_tokens}"
+                f"expected 1 <= max_batch_sequences <= step_tokens, got {max_batch_sequences!r} and {step_tokens!r}"
             )
         self._runner = runner
         self._adapter = adapter

@@ -6,7 +6,7 @@ builds the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -121,9 +121,15 @@ class RequestResult:
 
 def check_request(request: Request, vocab_size: int) -> None:
     """Raise `UsageError` that says what was given and what was expected, if the request cannot be served."""
+    if not isinstance(request, Request):
+        raise UsageError(f"request: got {request!r}; expected a Request")
     name = request.request_id
     if not isinstance(name, str) or not name or "#" in name:
         raise UsageError(f"request_id must be a non-empty string without '#', got {name!r}")
+    for what in ("token_ids", "forced_token_ids", "eos_token_ids"):
+        given = getattr(request, what)
+        if not isinstance(given, Sized) and not (what == "forced_token_ids" and given is None):
+            raise UsageError(f"request {name!r}: {what} must be a collection of token ids, got {given!r}")
     if len(request.token_ids) == 0:
         raise UsageError(f"request {name!r}: the prompt is empty; expected at least one token id")
     _check_token_ids(name, "token_ids", request.token_ids, vocab_size)
@@ -134,6 +140,12 @@ def check_request(request: Request, vocab_size: int) -> None:
     _check_at_least(name, "max_new_tokens", request.max_new_tokens, 1)
     _check_at_least(name, "n", request.n, 1)
     _check_at_least(name, "top_k", request.top_k, 0)
+    if type(request.seed) is not int:
+        raise UsageError(f"request {name!r}: seed must be an int, got {request.seed!r}")
+    for what in ("temperature", "top_p"):
+        number = getattr(request, what)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise UsageError(f"request {name!r}: {what} must be a number, got {number!r}")
     if not 0.0 <= request.temperature < float("inf"):
         raise UsageError(f"request {name!r}: temperature must be finite and >= 0, got {request.temperature}")
     if not 0.0 < request.top_p <= 1.0:

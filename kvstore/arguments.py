@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
-from allocator import UsageError
+from allocator import ConfigError, KVGeometry, UsageError
+from kvstore.config import KVStoreConfig
+from kvstore.tier import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,3 +51,23 @@ def length(token_ids: Sequence[int]) -> int:
     except TypeError:
         kind = type(token_ids).__name__
         raise UsageError(f"token ids: got {kind}; expected a list of int or an integer array") from None
+
+
+def check_store_arguments(geometry: object, config: object, device: object, tiers: object) -> None:
+    """ConfigError unless a store can be made of these: the kinds only, not whether they fit one another."""
+    for name, value, kind in (("geometry", geometry, KVGeometry), ("config", config, KVStoreConfig)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name}: got {value!r} ({type(value).__name__}); expected {kind.__name__}")
+    if not isinstance(device, str):
+        raise ConfigError(f"device: got {device!r} ({type(device).__name__}); expected text such as 'cpu' or 'cuda:0'")
+    if tiers is not None and not (isinstance(tiers, list | tuple) and all(isinstance(tier, Tier) for tier in tiers)):
+        raise ConfigError(f"tiers: got {tiers!r}; expected a list of kvstore.Tier, fast to slow, or None")
+
+
+def check_spare_blocks(spare_blocks: Sequence[int], group_count: int) -> None:
+    """UsageError unless there is none, or one count for each cache group."""
+    counts = spare_blocks if isinstance(spare_blocks, list | tuple) else None
+    if counts is None or (counts and len(counts) != group_count):
+        raise UsageError(f"spare_blocks: got {spare_blocks!r}; expected {group_count} counts, one a cache group, or ()")
+    for count in counts:
+        whole("spare_blocks", count, 0)

@@ -21,6 +21,8 @@ from allocator.errors import ConfigError
 
 ENV_PREFIX = "KVSTORE_"
 TOML_TABLE = "kvstore"
+OTHER_VARIABLES = frozenset({"KVSTORE_MODEL_CACHE"})
+"""Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -190,7 +192,7 @@ class KVStoreConfig:
         given: dict[str, Any] = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(ENV_PREFIX)
+            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES
         }
         _refuse_unknown(given, f"environment ({ENV_PREFIX}*)")
         for name, value in given.items():
@@ -212,15 +214,19 @@ def _read(name: str, metadata: Mapping[Any, Any], value: Any) -> Any:
 
 
 def _refuse_unknown(settings: Mapping[str, Any], source: str) -> None:
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{source}: got {settings!r} ({type(settings).__name__}); expected keys and their values")
     known = [one.name for one in fields(KVStoreConfig)]
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{source}: unknown key {name!r}{hint} Expected one of {', '.join(known)}")
+            hint = f"did you mean {near[0]!r}? Expected" if near else "expected"
+            raise ConfigError(f"{source}: unknown key {name!r}; {hint} one of {', '.join(known)}")
 
 
 def _parse_toml(text: str, source: str) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise ConfigError(f"{source}: got {type(text).__name__}; expected text (a file's path goes to load)")
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

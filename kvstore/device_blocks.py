@@ -94,13 +94,24 @@ def make_codec(name: str, error_bound: float) -> BlockCodec | None:
         raise ConfigError(f"codec {name!r} cannot be used for cold blocks: {error}") from error
 
 
+def _checked_device(name: str) -> torch.device:
+    """The device of that name. ConfigError when torch does not know it, or has it not on this machine."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device: got {name!r}; expected 'cpu' or a device that torch has here ({reason})") from error
+    return device
+
+
 class DeviceBlocks:
     """Slab and codec of one device. `device` is a torch device string: "cpu", "cuda", "cuda:1"."""
 
     def __init__(self, geometry: KVGeometry, layout: ExtentLayout, codec: BlockCodec | None, device: str) -> None:
         self._geometry = geometry
         self._codec = codec
-        self._on_host = torch.device(device).type == "cpu"
+        self._on_host = _checked_device(device).type == "cpu"
         self._slab = Slab(layout, geometry, device=device)
 
     @property

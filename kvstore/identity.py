@@ -134,6 +134,7 @@ class Identity:
             if not (isinstance(value, str | bytes) or (optional and value is None)):
                 expected = "str, bytes or None" if optional else "str or bytes"
                 raise UsageError(f"{name}: got {value!r} of type {type(value).__name__}; expected {expected}")
+            encode_field(value, name)
         if not isinstance(self.geometry, bytes | Fingerprinted):
             raise UsageError(f"geometry: got {type(self.geometry).__name__}; expected bytes or .fingerprint()")
         if isinstance(self.epoch, bool) or not isinstance(self.epoch, int) or self.epoch < 0:

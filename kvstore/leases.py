@@ -39,6 +39,8 @@ class Leases:
 
     def end(self, lease: Lease) -> None:
         """Give a lease back. LeaseError when it is not of this store, or has ended."""
+        if not isinstance(lease, Lease):
+            raise UsageError(f"lease: got {lease!r}; expected the Lease that pin gave")
         if not lease.active:
             raise LeaseError(f"lease {lease.lease_id} has ended already")
         if self._active.get(lease.lease_id) is not lease:
@@ -47,6 +49,8 @@ class Leases:
 
     def check(self, lease: Lease | None) -> None:
         """LeaseError for an active lease of another store."""
+        if lease is not None and not isinstance(lease, Lease):
+            raise UsageError(f"lease: got {lease!r}; expected the Lease that pin gave, or None")
         if lease is not None and lease.active and self._active.get(lease.lease_id) is not lease:
             raise LeaseError(f"lease {lease.lease_id} is not of this store")
 

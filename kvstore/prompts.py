@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allocator import ConfigError, UsageError
-from kvstore.arguments import length
+from kvstore.arguments import length, whole
 from kvstore.identity import HashChain, Identity
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Prompts:
         self._fingerprint = geometry.fingerprint()
         self._geometry = geometry
         self._block_tokens = geometry.block_tokens
-        self._placeholder_ids = frozenset(placeholder_ids)
+        self._placeholder_ids = frozenset(whole("placeholder_ids", one, 0, 2**32 - 1) for one in placeholder_ids)
         self._share = share
         if not isinstance(identity, Identity):
             raise ConfigError(f"identity: got {type(identity).__name__}; expected kvstore.Identity")

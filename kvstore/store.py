@@ -14,13 +14,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from allocator import (
-    DuplicateSequence,
-    KVGeometry,
-    UnknownSequence,
-    UsageError,
-)
-from kvstore.arguments import check_hashes, text_id, whole
+from allocator import DuplicateSequence, KVGeometry, UnknownSequence, UsageError
+from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
 from kvstore.prompts import Prompts
@@ -65,7 +60,8 @@ class KVStore:
         clock: Callable[[], float] = time.monotonic,
         placeholder_ids: Iterable[int] = (),
     ) -> None:
-        self.config = config or KVStoreConfig()
+        self.config = KVStoreConfig() if config is None else config
+        check_store_arguments(geometry, self.config, device, tiers)
         self.geometry = geometry
         placeholders = {*self.config.placeholder_ids, *placeholder_ids}
         self._prompts = Prompts(geometry, identity, placeholder_ids=placeholders, share=self.config.share)
@@ -230,6 +226,7 @@ class KVStore:
         token_count = chain.token_count
         prompt_tokens = token_count if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, 0, token_count)
         private_from = None if private_from is None else whole("private_from", private_from, 0)
+        check_spare_blocks(spare_blocks, len(self.geometry.groups))
         with self._lock:
             self._check_open()
             if not self._prompts.is_current(chain):  # reset since the line above

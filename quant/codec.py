@@ -174,7 +174,9 @@ def get_codec(name: str, **params: Any) -> BlockCodec:
         factory = getattr(importlib.import_module(module), attribute)
     try:
         return factory(**params)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CodecError):
+            raise
         raise CodecError(f"codec {name!r} does not take {sorted(params)}: {error}") from error
 
 

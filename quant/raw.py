@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from quant.codec import BlockShape, CodecError, DtypeName, Payload
-from quant.tensor_checks import as_payload, check_out, resolve_dtype, shape_of
+from quant.tensor_checks import as_payload, check_block_shape, check_out, resolve_dtype, shape_of
 
 
 def _bytes_of(tensor: torch.Tensor, shape: BlockShape) -> torch.Tensor:
@@ -28,7 +28,8 @@ class RawCodec:
         return b""
 
     def encoded_bytes(self, shape: BlockShape, dtype: DtypeName) -> int:
-        """Payload bytes of one block."""
+        """Payload bytes of one block. Raises CodecError."""
+        check_block_shape(shape)
         return shape.element_count * resolve_dtype(dtype).itemsize
 
     def _parts(self, payload: torch.Tensor, shape: BlockShape, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:

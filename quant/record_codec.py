@@ -15,7 +15,7 @@ from quant.codec import BlockShape, BlockTooLossy, CodecError, DtypeName, HeadEr
 from quant.error_bound import relative_rms
 from quant.record_layout import RUN_TOKENS, BitsTable, check_dims, check_run_tokens
 from quant.scratch import scratch
-from quant.tensor_checks import as_payload, check_out, resolve_dtype, shape_of
+from quant.tensor_checks import as_payload, check_block_shape, check_out, resolve_dtype, shape_of
 
 PIECE_ELEMENTS = 1 << 19  # of K and V together: 1 MiB of each in fp32
 LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,6 +75,7 @@ class RecordCodec(ABC):
 
     def encoded_bytes(self, shape: BlockShape, dtype: DtypeName) -> int:
         """Payload bytes of one block. Raises CodecError for dims, block_tokens or dtypes the codec does not take."""
+        check_block_shape(shape)
         self._check_shape(shape, resolve_dtype(dtype))
         runs = shape.block_tokens // RUN_TOKENS
         heads = [(run, self._head_count(run, shape)) for run in self._head_runs(shape)]

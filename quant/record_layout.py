@@ -100,6 +100,10 @@ class BitsTable:
         """From ints or [layers][kv_heads] nested sequences (an int fills the other's shape). Raises CodecError."""
         if isinstance(key_bits, int) and isinstance(value_bits, int):
             return cls._checked((key_bits, value_bits), ())
+        given: tuple[tuple[str, object], ...] = (("key_bits", key_bits), ("value_bits", value_bits))
+        for name, bits in given:
+            if isinstance(bits, str | bytes) or not isinstance(bits, int | Sequence):
+                raise CodecError(f"{name} must be an int or [layers][kv_heads] of ints, got {bits!r}")
         shaped = key_bits if not isinstance(key_bits, int) else value_bits
         assert not isinstance(shaped, int)
         counts = [len(row) for row in shaped]

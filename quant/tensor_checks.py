@@ -26,6 +26,12 @@ def resolve_dtype(dtype: DtypeName) -> torch.dtype:
     return found
 
 
+def check_block_shape(shape: object) -> None:
+    """Raises CodecError for what is no BlockShape, such as the shape of a tensor."""
+    if not isinstance(shape, BlockShape):
+        raise CodecError(f"shape must be a BlockShape, got {shape!r}")
+
+
 def shape_of(keys: torch.Tensor, values: torch.Tensor | None, batch_dims: int) -> BlockShape:
     """BlockShape of keys [..., L, H, T, Dk] and values [..., L, H, T, Dv] or None. CodecError if they disagree."""
     if keys.ndim != 4 + batch_dims:

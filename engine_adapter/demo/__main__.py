@@ -36,8 +36,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     for name, path in (("--json", given.json), ("--html", given.html)):
-        if path != "-" and not Path(path).absolute().parent.is_dir():
-            parser.error(f"{name}: no folder {Path(path).absolute().parent}")
+        problem = None if path == "-" else cannot_write(Path(path).absolute())
+        if problem:
+            parser.error(f"{name}: {problem}")
     if given.html == "-":
         parser.error("--html: expected a file; only --json may go to standard output")
     return Options(
@@ -48,6 +49,22 @@ def parse(arguments: Sequence[str] | None) -> Options:
         requests=given.requests,
         threads=given.threads,
     )
+
+
+def cannot_write(path: Path) -> str | None:
+    """Why no report can be written to `path`; None when one can. Known before the work, not minutes later."""
+    if not path.parent.is_dir():
+        return f"no folder {path.parent}"
+    if path.is_dir():
+        return f"got the folder {path}, expected a file"
+    if path.exists():
+        return None if os.access(path, os.W_OK) else f"no permission to write {path}"
+    try:
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        return f"cannot write {path} ({error.strerror})"
+    return None
 
 
 def wait_without_spinning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -108,3 +109,27 @@ def test_the_fingerprint_does_not_change_between_versions() -> None:
     """A stored cache would be lost: change the scheme name in the fingerprint when this has to change."""
     geometry = KVGeometry.uniform(layers=30, kv_heads=3, head_dim=64, position="rope:theta=100000")
     assert geometry.fingerprint().hex() == "a8918bf5c3f1be05dae0bc8370ed8f91265f6ca53a93c72495ff999daa70842c"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: KVGeometry.uniform(layers="2", kv_heads=1, head_dim=8), "layers: got '2' (str); expected how many"),  # type: ignore[arg-type]
+        (lambda: KVGeometry.uniform(layers=2, kv_heads=1.0, head_dim=8), "got kv_heads 1.0 (float); expected an int"),  # type: ignore[arg-type]
+        (lambda: KVGeometry.uniform(layers=2, kv_heads=True, head_dim=8), "got kv_heads True (bool)"),
+        (lambda: KVGeometry.uniform(layers=2, kv_heads=1, head_dim=8, position=5), "position: got 5; expected text"),  # type: ignore[arg-type]
+        (lambda: KVGeometry(groups="x"), "groups: got 'x'; expected CacheGroups"),  # type: ignore[arg-type]
+        (
+            lambda: CacheGroup(kind="fully", layers=(0,), kv_heads=1, key_dim=8, value_dim=8),  # type: ignore[arg-type]
+            "got kind 'fully'; expected one of full, sliding, latent",
+        ),
+        (
+            lambda: CacheGroup(kind=GroupKind.FULL, layers=3, kv_heads=1, key_dim=8, value_dim=8),  # type: ignore[arg-type]
+            "got layers 3; expected layer numbers",
+        ),
+    ],
+)
+def test_kinds_that_cannot_be_are_refused_by_name(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(GeometryError) as caught:
+        make()
+    assert said in str(caught.value)

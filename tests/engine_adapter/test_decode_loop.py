@@ -183,6 +183,12 @@ def test_settings_that_cannot_work_are_refused(make_kit: KitMaker) -> None:
     kit = make_kit()
     with pytest.raises(ConfigError, match="max_batch_sequences"):
         DecodeLoop(kit.runner, kit.store, max_batch_sequences=9, step_tokens=8)
+    with pytest.raises(ConfigError, match="step_tokens, got '8' and 256"):
+        DecodeLoop(kit.runner, kit.store, max_batch_sequences="8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="store: got 5; expected a KVStore"):
+        DecodeLoop(kit.runner, 5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="runner: got NoneType; expected a Runner"):
+        DecodeLoop(None, kit.store)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="geometry"):
         DecodeLoop(make_kit("latent").runner, kit.store)
 

@@ -38,12 +38,24 @@ def test_a_plain_request_is_accepted() -> None:
         ({"top_p": 0.0}, "top_p must be"),
         ({"top_p": 1.1}, "top_p must be"),
         ({"forced_token_ids": []}, "forced_token_ids is empty"),
+        ({"forced_token_ids": 5}, "forced_token_ids must be a collection"),
+        ({"token_ids": None}, "token_ids must be a collection of token ids, got None"),
+        ({"eos_token_ids": 2}, "eos_token_ids must be a collection of token ids, got 2"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"top_p": None}, "top_p must be a number, got None"),
+        ({"seed": "x"}, "seed must be an int, got 'x'"),
         ({"forced_token_ids": [3, 99]}, r"forced_token_ids\[1\] is 99"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_what_was_given(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check_request(request(**changes), 10)
+
+
+@pytest.mark.parametrize("given", [None, {"request_id": "r"}])
+def test_what_is_no_request_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="expected a Request"):
+        check_request(given, 10)
 
 
 def test_forced_tokens_end_the_output() -> None:

@@ -77,17 +77,21 @@ def test_page_has_a_table_a_suite_and_each_note_once() -> None:
     assert "torch" not in page
 
 
-def test_unknown_suite_is_bad_usage() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--suite", "nonsense", "--json", "-"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "nonsense", "--json", "-"], "unknown suite nonsense: choose from pool"),
+        (["--suite", "pool", "--json", "-", "--rounds", "0"], "--rounds: got 0"),
+        (["--suite", "pool", "--json", "/"], "--json: got the folder /"),
+        (["--suite", "pool", "--json", "-", "--report", "/proc/page.md"], "--report: cannot write"),
+    ],
+)
+def test_bad_usage_is_said_before_anything_is_measured(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "nonsense" in done.stderr
-    assert "pool" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 

@@ -454,3 +454,10 @@ def test_hashing_is_linear_and_quick() -> None:
     for token in tokens[:4096]:
         chain.extend([token])
     assert (time.perf_counter() - start) / 4096 < 50e-6
+
+
+@pytest.mark.parametrize("name", ["model", "weights", "tenant"])
+def test_text_that_is_not_unicode_is_refused_where_it_is_given(name: str) -> None:
+    fields = {"model": "m", "weights": "w", "geometry": bytes(32), name: "\ud800"}
+    with pytest.raises(UsageError, match=f"{name}: text is not valid Unicode"):
+        Identity(**fields)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_wrong_value_is_named_with_what_was_given_and_expected(name: str, valu
 def test_unknown_keys_are_refused_with_the_likely_one() -> None:
     with pytest.raises(ConfigError, match="unknown key 'hst_bytes'; did you mean 'host_bytes'"):
         KVStoreConfig.from_mapping({"hst_bytes": 1})
-    with pytest.raises(ConfigError, match="unknown key 'zzz' "):
+    with pytest.raises(ConfigError, match="unknown key 'zzz'; expected one of device_bytes"):
         KVStoreConfig.from_toml("[kvstore]\nzzz = 1")
     with pytest.raises(ConfigError, match=r"environment \(KVSTORE_\*\): unknown key 'residual'"):
         KVStoreConfig().with_environment({"KVSTORE_RESIDUAL": "1"})
@@ -113,3 +114,23 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
         KVStoreConfig.from_toml("codec = ")
     with pytest.raises(ConfigError, match="expected a table"):
         KVStoreConfig.from_toml("kvstore = 3")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: KVStoreConfig.from_mapping(None), "settings: got None (NoneType); expected keys"),  # type: ignore[arg-type]
+        (lambda: KVStoreConfig.from_mapping([1]), "settings: got [1] (list); expected keys"),  # type: ignore[arg-type]
+        (lambda: KVStoreConfig.from_toml(b"x"), "TOML text: got bytes; expected text"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_of_the_wrong_kind_are_refused(call: Callable[[], KVStoreConfig], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+def test_the_model_cache_variable_is_no_setting_of_a_store() -> None:
+    from engine_adapter.model_source import CACHE_VARIABLE
+
+    assert KVStoreConfig.load(None, {CACHE_VARIABLE: "/models"}) == KVStoreConfig()

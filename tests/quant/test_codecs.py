@@ -258,3 +258,17 @@ def test_raw_payload_is_the_design_order() -> None:
     values = -torch.arange(2 * 3 * 16 * 24, dtype=torch.float32).view(shape.values_shape)
     expected = torch.cat([keys.flatten(2), values.flatten(2)], 2)
     assert get_codec("raw").encode(keys, values) == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize("bits", ["x", b"4", 4.0, None])
+def test_bits_that_are_no_table_are_named(bits: object) -> None:
+    with pytest.raises(CodecError, match="key_bits must be an int or"):
+        get_codec("int4", key_bits=bits)
+    with pytest.raises(CodecError, match="value_bits must be an int or"):
+        get_codec("int4", value_bits=bits)
+
+
+@pytest.mark.parametrize("name", ["raw", "int4", "int8k"])
+def test_a_tuple_is_no_block_shape(name: str) -> None:
+    with pytest.raises(CodecError, match=r"shape must be a BlockShape, got \(1, 1, 16, 8, 8\)"):
+        get_codec(name).decode(b"", (1, 1, 16, 8, 8), torch.float32)  # type: ignore[arg-type]
