@@ -81,9 +81,12 @@ class Upkeep:
         if not self.tiers or not blocks:
             return
         hashes = sequence.chain.hashes[:blocks]
+        kinds = [(FULL, True), (COLD, True)] if self.cools else [(FULL, True)]
+        if sequence.lossy_from is not None:
+            kinds += [(form, False) for form, _ in kinds]
         for group in range(len(self.geometry.groups)):
-            for form in (FULL, COLD) if self.cools else (FULL,):
-                keys = self.residency.copy_key(sequence.root, group, hashes[0], form, True).with_hashes(hashes)
+            for form, exact in kinds:
+                keys = self.residency.copy_key(sequence.root, group, hashes[0], form, exact).with_hashes(hashes)
                 for tier in self.tiers:
                     tier.touch(keys)
 

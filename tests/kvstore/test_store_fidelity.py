@@ -219,3 +219,22 @@ def _hashes(store: KVStore, token_ids: list[int]) -> list[bytes]:
     from kvstore import HashChain
 
     return HashChain(store.identity.root(), B).extend(token_ids)
+
+
+def test_a_lossy_hit_keeps_the_copies_of_lossy_blocks_young(cold: Callable[..., KVStore]) -> None:
+    store = cold(host_blocks=40, load_always=True)
+    prompt, answer = list(range(8 * B)), list(range(900, 900 + 4 * B))
+    run_prompt(store, "a", prompt)
+    settle(store)
+    compute(store, "a", answer, chunk=1)
+    store.preempt("a")
+    store.step()
+    touched: list[bool] = []
+    touch = store.tiers[0].touch
+    store.tiers[0].touch = lambda keys: (touched.extend(key.exact for key in keys), touch(keys))[1]  # type: ignore[method-assign]
+    assert run_prompt(store, "b", [*prompt, *answer, 1]) == 12 * B
+    assert False in touched
+    touched.clear()
+    assert run_prompt(store, "c", list(range(3000, 3000 + B + 1))) == 0
+    assert run_prompt(store, "d", list(range(3000, 3000 + B + 1))) == B
+    assert set(touched) == {True}
