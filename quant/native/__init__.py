@@ -10,6 +10,7 @@ may be called from any thread.
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -31,13 +32,13 @@ def _load() -> tuple[ModuleType | None, str]:
     if os.environ.get(SETTING, "").lower() == "off":
         return None, f"switched off by {SETTING}=off"
     try:
-        from quant.native import _kernels
+        extension = importlib.import_module("quant.native._kernels")
     except ImportError as error:
         return None, f"not built ({error}); install a C compiler and reinstall"
-    found = getattr(_kernels, "ABI", None)
+    found = getattr(extension, "ABI", None)
     if found != ABI:
         return None, f"stale build (its ABI number is {found}, this version needs {ABI}); reinstall"
-    return _kernels, ""
+    return extension, ""
 
 
 _extension, reason = _load()
