@@ -81,8 +81,9 @@ def _model_rows(short_name: str, model: Any, tokenizer: Any, options: Options) -
                 f"{name} KL {found.kl[-1]:.5f} top-1 {found.agreement[-1]:.4f}" for name, found in plain.items()
             )
             + "".join(
-                f"; pushed out by {stress:.0f}: {', '.join(f'{name} KL {one.kl[-1]:.5f}' for name, one in found.items())}"
+                f"; {name} pushed out by {stress:.0f} KL {one.kl[-1]:.5f}"
                 for stress, found in stressed.items()
+                for name, one in found.items()
             )
         )
     kept, blocks = plain[OURS].tally.raw_blocks, plain[OURS].tally.blocks
