@@ -138,9 +138,7 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
         raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
-def _host_tiers(
-    config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]
-) -> tuple[Tier, ...]:
+def _host_tiers(config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]) -> tuple[Tier, ...]:
     if not config.host_bytes:
         return ()
     from kvstore.host_tier import HostTier

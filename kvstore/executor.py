@@ -73,9 +73,7 @@ class ThreadExecutor:
             del task
 
 
-def make_executor(
-    kind: str, name: str = "kvstore-io", on_failed: Callable[[str], None] | None = None
-) -> Executor:
+def make_executor(kind: str, name: str = "kvstore-io", on_failed: Callable[[str], None] | None = None) -> Executor:
     """The executor that the setting io_threads names: "thread" or "inline" (there a failure is the caller's)."""
     if kind == "thread":
         return ThreadExecutor(name, on_failed)

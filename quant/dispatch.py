@@ -98,7 +98,9 @@ def offer(
     """
     names = [one.name for one in implementations]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"{operation} on {device}: got the implementations {names}; expected distinct ones, at least one")
+        raise ValueError(
+            f"{operation} on {device}: got the implementations {names}; expected distinct ones, at least one"
+        )
     with _lock:
         _offers[operation, device] = tuple(implementations)
         _decided.pop((operation, device), None)
@@ -140,7 +142,9 @@ def forced(operation: str, device: str, name: str) -> Iterator[None]:
     absence = "nobody offers it" if one is None else one.absence()
     if one is None or absence:
         known = ", ".join(one.name for one in _offers.get(key, ()))
-        raise ValueError(f"{operation} on {device}: got {name!r}, which cannot run ({absence}); offered: {known or 'none'}")
+        raise ValueError(
+            f"{operation} on {device}: got {name!r}, which cannot run ({absence}); offered: {known or 'none'}"
+        )
     with _lock:
         before = _decided.get(key)
         _decided[key] = (one, ())

@@ -94,7 +94,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def get_backend(name: str | None = None, device: str = "cpu") -> AttentionBackend:
-    """A new backend object: the named one, or the best that runs on `device` when None. Raises ConfigError if unknown."""
+    """A new backend object: the named one, or the best that runs on `device`. Raises ConfigError if unknown."""
     wanted = best_backend(device) if name is None else name
     if wanted in _registered:
         return _registered[wanted]()

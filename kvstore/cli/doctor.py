@@ -48,10 +48,9 @@ def kernel_report(*, measure: bool = False) -> Report:
     """What --json writes under "kernels"."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what an import warns of is in the report
+        import kvstore.operations  # noqa: F401 - offers the hash chain
         from quant import dispatch, native
         from quant.native import choice
-
-        import kvstore.operations  # noqa: F401 - offers the hash chain
     problems = _ask_packages_above()
     states = native.self_test_every_path()
     problems += [f"path {one.name}: {one.reason}" for one in states if one.failed]
@@ -77,7 +76,9 @@ def kernel_report(*, measure: bool = False) -> Report:
         "extension": None if native.kernels is None else native.kernels.__file__,
         "reason": native.reason,
         "active": native.active_path(),
-        "paths": [{"path": one.name, "usable": one.usable, "reason": one.reason, "self_tested": one.tested} for one in states],
+        "paths": [
+            {"path": one.name, "usable": one.usable, "reason": one.reason, "self_tested": one.tested} for one in states
+        ],
         "cpu_features": list(native.features()),
         "threads": threads(),
         "huge_pages": {

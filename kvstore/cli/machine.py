@@ -21,7 +21,7 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class HugePages:
-    """setting: what the system is set to. granted_fraction: what a pool that was asked for just now got; None: unknown."""
+    """setting: what the system is set to. granted_fraction: what a test pool got just now; None: unknown."""
 
     setting: str
     meaning: str

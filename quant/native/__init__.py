@@ -19,7 +19,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from quant.native.choice import ABI, SETTING, Choice, PathState, choose, cpu_features, refused_by_abi, states, tested
+from quant.native.choice import (
+    ABI,
+    SETTING,
+    Choice,
+    PathState,
+    after_self_test,
+    choose,
+    cpu_features,
+    refused_by_abi,
+    states,
+)
 
 __all__ = [
     "ABI",
@@ -97,7 +107,7 @@ def self_test_every_path() -> tuple[PathState, ...]:
         return _choice.states
     before = kernels.active()
     try:
-        return tuple(tested(kernels, state) for state in states(kernels))
+        return tuple(after_self_test(kernels, state) for state in states(kernels))
     finally:
         kernels.activate(before)
 

@@ -70,7 +70,7 @@ def states(extension: Any) -> tuple[PathState, ...]:
     return tuple(found)
 
 
-def tested(extension: Any, state: PathState, checks: Mapping[str, selftest.Check] | None = None) -> PathState:
+def after_self_test(extension: Any, state: PathState, checks: Mapping[str, selftest.Check] | None = None) -> PathState:
     """The state after the self-test, which leaves the path active. A path that cannot run here is not tried."""
     if not state.usable:
         return state
@@ -91,7 +91,7 @@ def choose(extension: Any, setting: str = "", checks: Mapping[str, selftest.Chec
         return Choice(None, f"{SETTING}={setting!r}: expected {expected}", tuple(found))
     for place, state in enumerate(found):
         if state.usable and wanted in ("", "auto", state.name):
-            found[place] = tested(extension, state, checks)
+            found[place] = after_self_test(extension, state, checks)
             if found[place].usable:
                 extension.activate(state.name)
                 return Choice(state.name, "", tuple(found))
