@@ -135,8 +135,6 @@ class Identity:
                 expected = "str, bytes or None" if optional else "str or bytes"
                 raise UsageError(f"{name}: got {value!r} of type {type(value).__name__}; expected {expected}")
             encode_field(value, name)
-        if not self.model:
-            raise UsageError(f"model: got {self.model!r}; expected a name, since models without one share blocks")
         if not isinstance(self.geometry, bytes | Fingerprinted):
             raise UsageError(f"geometry: got {type(self.geometry).__name__}; expected bytes or .fingerprint()")
         if isinstance(self.epoch, bool) or not isinstance(self.epoch, int) or self.epoch < 0:
