@@ -55,7 +55,7 @@ class Speed:
     beside: str
 
     def __str__(self) -> str:
-        return f"{self.value:.3g} {self.unit}, {self.ratio:.2f} of {self.beside}"
+        return f"{self.value:.3g} {self.unit}, {self.ratio:.2g} of {self.beside}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ operations. Neither torch nor a package above is imported here, unless --measure
 
 from __future__ import annotations
 
-import sys
 import warnings
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ import typer
 
 from kvstore.cli import json_target
 from kvstore.cli.machine import HugePages, huge_pages, threads
+from quant.dispatch import Speed
 
 CHECKS_GROUP = "kvstore.doctor"
 Report = dict[str, Any]
@@ -65,12 +66,9 @@ def kernel_report(*, measure: bool = False) -> Report:
                 "device": decision.device,
                 "path": decision.path,
                 "passed_over": [{"path": name, "reason": reason} for name, reason in decision.passed_over],
-                "speed": None
-                if speed is None
-                else {"value": speed.value, "unit": speed.unit, "ratio": speed.ratio, "beside": speed.beside},
+                "speed": None if speed is None else asdict(speed),
             }
         )
-    pages = huge_pages()
     return {
         "abi": choice.ABI,
         "extension": None if native.kernels is None else native.kernels.__file__,
@@ -81,11 +79,7 @@ def kernel_report(*, measure: bool = False) -> Report:
         ],
         "cpu_features": list(native.features()),
         "threads": threads(),
-        "huge_pages": {
-            "setting": pages.setting,
-            "meaning": pages.meaning,
-            "granted_fraction": pages.granted_fraction,
-        },
+        "huge_pages": asdict(huge_pages()),
         "operations": operations,
         "problems": problems,
     }
@@ -105,25 +99,19 @@ def _ask_packages_above() -> list[str]:
 
 
 def _print(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    measured = any(one["speed"] for one in report["operations"])
-    for title in ("operation", "device", "path", *(["speed"] if measured else []), "not run: why"):
-        table.add_column(title, no_wrap=title != "not run: why", overflow="fold")
+    """Plain aligned text: reasons are long, and must neither wrap in a log nor be cut off."""
+    rows = [("operation", "device", "path", "speed", "why nothing better")]
     for one in report["operations"]:
-        reasons = _reasons(one["passed_over"])
-        speed = one["speed"]
-        line = f"{speed['value']:.3g} {speed['unit']}, {speed['ratio']:.2f} of {speed['beside']}" if speed else ""
-        row = [one["operation"], one["device"], one["path"], *([line] if measured else []), reasons]
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
-    console.print()
+        speed = Speed(**one["speed"]) if one["speed"] else ""
+        rows.append((one["operation"], one["device"], one["path"], str(speed), _reasons(one["passed_over"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths[3] = widths[3] if any(row[3] for row in rows[1:]) else 0
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
+        typer.echo("  ".join(cells).rstrip())
+    typer.echo()
     for line in _machine_lines(report):
-        console.print(Text(line))
+        typer.echo(line)
 
 
 def _reasons(passed_over: list[dict[str, str]]) -> str:

@@ -16,7 +16,7 @@ ABI = 1
 """The number that csrc/kernels.h has too: an extension with another one is an old build."""
 SETTING = "KVSTORE_KERNELS"
 NEEDS: dict[str, tuple[str, ...]] = {
-    "amx": ("amx_tile", "amx_int8", "avx512_bf16"),
+    "amx": ("amx_tile", "amx_int8"),
     "avx512bf16": ("avx512_bf16",),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c", "bmi2"),

@@ -31,7 +31,10 @@ IDENTITY = Identity(model="toy", weights="w0", geometry=GEOMETRY)
         ({"config": KVStoreConfig(device_bytes=100)}, "device memory of 100 bytes holds 0 extents"),
         ({"clock": 5}, "clock: got 5 (int); expected a function that returns seconds"),
         ({"clock": lambda: "noon"}, "clock: returned 'noon' (str); expected seconds as a number"),
-        ({"identity": Identity(model="", weights="w0", geometry=GEOMETRY)}, "identity: its model is ''; expected a name"),
+        (
+            {"identity": Identity(model="", weights="w0", geometry=GEOMETRY)},
+            "identity: its model is ''; expected a name",
+        ),
         ({"placeholder_ids": ["x"]}, "placeholder_ids: got 'x'"),
     ],
 )

@@ -2,11 +2,11 @@
  * decode attention of a layer lasts tens of microseconds, less than a sleep and a wake. A forked child starts anew.
  *
  * Who may touch what. The fields of a job (task, context, tasks) belong to whoever holds `busy`, and are written only
- * while nobody is inside. A worker reads them only after it has taken a place out of `wanted`, which is stored after
+ * while nobody has a place. A worker reads them only after it has taken a place out of `wanted`, which is stored after
  * them: that store publishes them. A worker counts itself inside *before* it looks for a place, and the owner takes
  * the places away *before* it waits until nobody is inside; all of these are sequentially consistent, so a worker
  * either finds no place or is waited for. A worker that wakes late, while the next job is being set up, therefore
- * finds no place, or one of the new job, which is all right too. */
+ * finds no place, or one of the new job and with it all of the new job's fields. */
 
 #include <pthread.h>
 #include <sched.h>
@@ -160,7 +160,6 @@ void kv_parallel_for(int64_t tasks, kv_task task, void *context, int threads) {
         return;
     }
     const int helpers = start_workers(threads - 1);
-    wait_until_empty(); /* one that woke late for the last job may be looking for a place */
     pool.task = task;
     pool.context = context;
     pool.tasks = tasks;

@@ -56,4 +56,6 @@ def build_in_place(tree: Path, environment: dict[str, str] | None = None) -> str
 def ask(tree: Path, program: str, **variables: str) -> str:
     """What a program prints, warnings included, that imports the packages of `tree`."""
     environment = {name: value for name, value in os.environ.items() if name != "KVSTORE_KERNELS"}
-    return run([sys.executable, "-c", program], environment=environment | {"PYTHONPATH": str(tree)} | variables, folder=tree)
+    return run(
+        [sys.executable, "-c", program], environment=environment | {"PYTHONPATH": str(tree)} | variables, folder=tree
+    )

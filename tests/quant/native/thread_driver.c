@@ -9,7 +9,7 @@
 #include "kernels.h"
 
 #define CALLERS 3
-#define JOBS 400
+#define JOBS 2000
 #define TASKS_MAX 97
 #define WAIT 300
 
@@ -18,6 +18,7 @@ typedef struct {
     atomic_int nested;
     int shared;
     pthread_t owner;
+    int wait;
 } job;
 
 static atomic_int elsewhere; /* tasks that another thread than the caller took */
@@ -30,7 +31,7 @@ static void nested_task(void *context, int64_t task) {
 static void task(void *context, int64_t i) {
     job *j = context;
     j->plain[i]++;
-    for (volatile int wait = 0; wait < WAIT; wait++) continue; /* long enough for workers to come */
+    for (volatile int wait = 0; wait < j->wait; wait++) continue; /* long enough for workers to come */
     if (!pthread_equal(pthread_self(), j->owner)) atomic_fetch_add(&elsewhere, 1);
 #ifdef PLANT_RACE
     j->shared++;
@@ -44,8 +45,9 @@ static void *caller(void *seed) {
         job j;
         memset(&j, 0, sizeof j);
         j.owner = pthread_self();
+        j.wait = round % 2 ? WAIT : 0; /* short jobs end before workers come, long ones meanwhile */
         state = state * 1103515245u + 12345u;
-        const int tasks = (int)(state >> 16) % (TASKS_MAX + 1), threads = 1 + (int)(state >> 8) % 8;
+        const int tasks = (int)(state >> 16) % (round % 4 ? 5 : TASKS_MAX + 1), threads = 1 + (int)(state >> 8) % 8;
         kv_parallel_for(tasks, task, &j, threads);
         for (int i = 0; i < TASKS_MAX; i++)
             if (j.plain[i] != (i < tasks)) {
