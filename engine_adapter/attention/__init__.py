@@ -77,7 +77,10 @@ class AttentionBackend(Protocol):
         """
 
 
-_BUILT_IN: dict[str, tuple[str, str]] = {"torch": ("engine_adapter.attention.torch_paged", "TorchPagedAttention")}
+_BUILT_IN: dict[str, tuple[str, str]] = {
+    "native": ("engine_adapter.attention.native_paged", "NativePagedAttention"),
+    "torch": ("engine_adapter.attention.torch_paged", "TorchPagedAttention"),
+}
 _registered: dict[str, Callable[[], AttentionBackend]] = {}
 
 
@@ -94,7 +97,11 @@ def backend_names() -> tuple[str, ...]:
 
 def get_backend(name: str | None = None) -> AttentionBackend:
     """A new backend object: the named one, or the best that runs here when None. Raises ConfigError if unknown."""
-    wanted = "torch" if name is None else name
+    if name is None:
+        from quant import native
+
+        name = "torch" if native.kernels is None else "native"
+    wanted = name
     if wanted in _registered:
         return _registered[wanted]()
     if wanted not in _BUILT_IN:
