@@ -22,6 +22,8 @@ typedef struct {
     int key_dim;
     int value_dim;        /* of a latent group: the leading dims of K that are V */
     int latent;           /* V is the first value_dim channels of K: records and full pieces have no V of their own */
+    int key_bits;         /* of the records' codes, 4 or 5; */
+    int value_bits;       /* 4 or 3. One (layer, head) has one pair */
     const float *query;   /* [rows][key_dim], times scaling * log2(e); with a softcap times scaling only */
     const int32_t *first; /* [rows] first position that the row sees */
     const int32_t *last;  /* [rows] last position that it sees */
