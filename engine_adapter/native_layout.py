@@ -6,16 +6,16 @@ attention backend, on the thread that runs the model. Memory on the CPU only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quant import native, record_bytes
-from quant.record_layout import RUN_TOKENS
+from engine_adapter.batch import Int64Array
+from quant import BlockShape, native, record_bytes
 
 if TYPE_CHECKING:
     from allocator import KVGeometry, Slab
-    from engine_adapter.batch import Int64Array
     from quant import BlockCodec
 
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -25,17 +25,27 @@ DIM_MAX = 1024
 FIELDS = (
     "fields", "slices_address", "slice_count", "entries_address", "window_tokens", "block_tokens", "kv_heads",
     "key_dim", "value_dim", "dtype", "full_address", "full_slot_bytes", "full_layer_bytes", "full_head_bytes",
-    "cold_address", "extent_bytes", "extent_slots", "cold_slot_bytes", "cold_layer_bytes", "record_bytes",
+    "cold_address", "extent_bytes", "extent_slots", "cold_slot_bytes", "cold_heads_address",
 )  # fmt: skip
 _PLACE = {name: at for at, name in enumerate(FIELDS)}
 SLICES, SLICE_COUNT, ENTRIES = _PLACE["slices_address"], _PLACE["slice_count"], _PLACE["entries_address"]
 
 
-def group_layout(slab: Slab, geometry: KVGeometry, group: int, cold_codec: BlockCodec | None) -> Int64Array | None:
-    """int64[fields] of a group, no slices yet; None where the C kernels cannot work on it.
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Where a group lies. fields: int64[kv_plan], no slices yet; address: that of `fields`.
 
-    Without INT4 slots, or with records that the kernels do not read, extent_slots is 0 (see reads_cold).
+    cold_heads: int64[layers, kv_heads, 4], kv_cold_head, which a field points to; None without INT4 slots that the
+    kernels read.
     """
+
+    fields: Int64Array
+    address: int
+    cold_heads: Int64Array | None
+
+
+def group_layout(slab: Slab, geometry: KVGeometry, group: int, cold_codec: BlockCodec | None) -> GroupLayout | None:
+    """The layout of a group; None where the C kernels cannot work on it."""
     found = geometry.groups[group]
     usable = native.kernels is not None and slab.device.type == "cpu" and geometry.dtype in DTYPE_CODES
     if not usable or max(found.key_dim, found.value_dim) > DIM_MAX:
@@ -57,24 +67,28 @@ def group_layout(slab: Slab, geometry: KVGeometry, group: int, cold_codec: Block
         "cold_address": slab.bytes.data_ptr(),
         "extent_bytes": layout.extent_bytes,
     }
-    if _reads_records(slab, group, len(found.layers), found.kv_heads, cold_codec):
-        size = record_bytes(found.key_dim, found.value_dim)
+    cold_heads = None
+    if cold_codec is not None and cold_codec.name == "int4" and layout.has_class(2 * group + 1):
+        cold_heads = _cold_heads(geometry, group, cold_codec)
+    if cold_heads is not None and (cold_heads[..., 2:] != 4).any():
+        cold_heads = None
+    if cold_heads is not None:
         values |= {
             "extent_slots": layout.per_extent[2 * group + 1],
             "cold_slot_bytes": layout.slot_bytes[2 * group + 1],
-            "cold_layer_bytes": found.kv_heads * (tokens // RUN_TOKENS) * size,
-            "record_bytes": size,
+            "cold_heads_address": cold_heads.ctypes.data,
         }
-    return np.array([values.get(name, 0) for name in FIELDS], np.int64)
+    fields = np.array([values.get(name, 0) for name in FIELDS], np.int64)
+    return GroupLayout(fields, fields.ctypes.data, cold_heads)
 
 
-def reads_cold(layout: Int64Array) -> bool:
-    """Whether the kernels read the group's INT4 blocks."""
-    return bool(layout[_PLACE["extent_slots"]])
-
-
-def _reads_records(slab: Slab, group: int, layers: int, kv_heads: int, cold_codec: BlockCodec | None) -> bool:
-    codec: Any = cold_codec
-    if codec is None or codec.name != "int4" or not slab.layout.has_class(2 * group + 1):
-        return False
-    return all(codec.bits.pair(layer, head) == (4, 4) for layer in range(layers) for head in range(kv_heads))
+def _cold_heads(geometry: KVGeometry, group: int, codec: Any) -> Int64Array:
+    found = geometry.groups[group]
+    shape = BlockShape(len(found.layers), found.kv_heads, geometry.block_tokens, found.key_dim, found.value_dim)
+    heads = np.empty((shape.layers, shape.kv_heads, 4), np.int64)
+    for layer, offsets in enumerate(codec.head_offsets(shape)):
+        for head, offset in enumerate(offsets):
+            key_bits, value_bits = codec.bits.pair(layer, head)
+            size = record_bytes(found.key_dim, found.value_dim, key_bits, value_bits)
+            heads[layer, head] = offset, size, key_bits, value_bits
+    return heads

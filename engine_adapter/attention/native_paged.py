@@ -2,7 +2,7 @@
 
 A plan is a handful of int64 arrays, good for every layer of its group: attending is one call. Long fresh prompts, whose
 keys are all this step's own, go through torch's scaled_dot_product_attention, and what the kernels do not know (codecs
-other than 4-bit int4 records, odd devices, dims over 1,024) through the torch backend as a whole.
+other than int4, odd devices, dims over 1,024) through the torch backend as a whole.
 
 Results depend neither on the number of threads nor on the other sequences of a step.
 """
@@ -10,7 +10,6 @@ Results depend neither on the number of threads nor on the other sequences of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from engine_adapter.attention.torch_paged import (
     prepare_piece,
 )
 from engine_adapter.batch import Int64Array, StepBatch
-from engine_adapter.native_layout import DTYPE_CODES, ENTRIES, SLICE_COUNT, SLICES, group_layout, reads_cold
+from engine_adapter.native_layout import DIM_MAX, DTYPE_CODES, ENTRIES, SLICE_COUNT, SLICES
 from engine_adapter.paged_cache import PagedCache
 from quant import native
 
@@ -60,11 +59,10 @@ class NativePagedAttention:
         if native.kernels is None:
             raise ConfigError(f"attention backend 'native' needs the C kernels: {native.reason}")
         self._torch = TorchPagedAttention()
-        self._layouts: WeakKeyDictionary[PagedCache, dict[int, Int64Array | None]] = WeakKeyDictionary()
 
     def plan(self, cache: PagedCache, group: int, batch: StepBatch) -> NativePlan:
         """See AttentionBackend.plan."""
-        layout = self._layout(cache, group)
+        layout = cache.native_layout(group)
         if layout is None:
             return self._torch_plan(cache, group, batch)
         found, block_tokens = cache.geometry.groups[group], cache.geometry.block_tokens
@@ -91,11 +89,11 @@ class NativePagedAttention:
                     placed += count
             row += part.token_count
         entries = np.concatenate(tables) if tables else np.empty(0, np.int64)
-        if (entries & 1).any() and not reads_cold(layout):
+        if (entries & 1).any() and layout.cold_heads is None:
             return self._torch_plan(cache, group, batch)
         _check_slots(cache, group, entries)
         rows = np.array(slices, np.int64)
-        fields = layout.copy()
+        fields = layout.fields.copy()
         fields[SLICES], fields[SLICE_COUNT], fields[ENTRIES] = rows.ctypes.data, len(slices), entries.ctypes.data
         return NativePlan(cache, group, fields, fields.ctypes.data, (rows, entries), tuple(pieces))
 
@@ -135,12 +133,6 @@ class NativePagedAttention:
             out[first : first + piece.piece.row_count] = attend_piece(plan.cache, piece, layer, step, settings)
         return out
 
-    def _layout(self, cache: PagedCache, group: int) -> Int64Array | None:
-        known = self._layouts.setdefault(cache, {})
-        if group not in known:
-            known[group] = group_layout(cache.slab, cache.geometry, group, cache.cold_codec)
-        return known[group]
-
     def _torch_plan(self, cache: PagedCache, group: int, batch: StepBatch) -> NativePlan:
         empty = np.empty(0, np.int64)
         return NativePlan(cache, group, empty, 0, (), torch_plan=self._torch.plan(cache, group, batch))
@@ -167,7 +159,7 @@ def _value_dim(plan: NativePlan, group: int, query: torch.Tensor, settings: Atte
     value_dim = found.value_dim or settings.latent_value_dim
     if value_dim is None:
         raise UsageError("a layer without V needs settings.latent_value_dim")
-    fits = group == plan.group and heads % found.kv_heads == 0 and key_dim == found.key_dim and value_dim <= 1024
+    fits = group == plan.group and heads % found.kv_heads == 0 and key_dim == found.key_dim and value_dim <= DIM_MAX
     if not fits or (found.value_dim == 0 and value_dim > key_dim) or query.device.type != "cpu":
         raise UsageError(
             f"query {list(query.shape)} on {query.device} with V of {value_dim} does not fit plan group {plan.group}, "

@@ -63,6 +63,10 @@ static int64_t span_pieces(const kv_job *job) {
     return job->span_blocks * ((job->call->plan->block_tokens + KV_RUN - 1) / KV_RUN);
 }
 
+static const kv_cold_head *cold_head(const kv_call *call, int64_t head) {
+    return (const kv_cold_head *)(uintptr_t)call->plan->cold_heads_address + call->layer * call->plan->kv_heads + head;
+}
+
 /* ---- setting up ---- */
 
 static int set_up(task_state *task) {
@@ -87,6 +91,11 @@ static int set_up(task_state *task) {
         state->rows.query = (const float *)carve(&at, query);
         state->rows.last = task->last;
         state->rows.latent = plan->value_dim == 0;
+        if (plan->extent_slots) {
+            const kv_cold_head *cold = cold_head(call, task->first_head + h);
+            state->rows.key_bits = (int)cold->key_bits;
+            state->rows.value_bits = (int)cold->value_bits;
+        }
         state->rows.softcap = (float)call->softcap;
         state->rows.scale = (float)(call->scaling * (call->softcap > 0 ? 1.0 : LOG2E));
         for (int kind = 0; kind < 2; kind++) {
@@ -134,7 +143,7 @@ static void load_rows(task_state *task) {
 static const uint8_t *cold_block(const kv_call *call, int64_t slot) {
     const kv_plan *plan = call->plan;
     return (const uint8_t *)(uintptr_t)plan->cold_address + slot / plan->extent_slots * plan->extent_bytes +
-           slot % plan->extent_slots * plan->cold_slot_bytes + call->layer * plan->cold_layer_bytes;
+           slot % plan->extent_slots * plan->cold_slot_bytes;
 }
 
 static const uint8_t *full_block(const kv_call *call, int64_t slot) {
@@ -143,16 +152,17 @@ static const uint8_t *full_block(const kv_call *call, int64_t slot) {
            call->layer * plan->full_layer_bytes;
 }
 
-/* The pieces of one block that some row sees, as they lie for the task's first head. */
+/* The pieces of one block that some row sees. A full piece is that of the task's first head; an INT4 piece names its
+ * slot for now, since heads' records may differ in size. */
 static void add_block(task_state *task, int64_t block) {
     const kv_call *call = task->job->call;
     const kv_plan *plan = call->plan;
     const kv_tile *tile = task->tile;
     const int64_t *entries = (const int64_t *)(uintptr_t)plan->entries_address + tile->slice->entry_offset;
     const int64_t entry = entries[block - tile->slice->first_block];
-    const int64_t item = plan->dtype == KV_F32 ? 4 : 2, runs = plan->block_tokens / KV_RUN;
+    const int64_t item = plan->dtype == KV_F32 ? 4 : 2;
     const int cold = entry & 1;
-    const uint8_t *base = cold ? cold_block(call, entry >> 1) + task->first_head * runs * plan->record_bytes
+    const uint8_t *base = cold ? cold_block(call, entry >> 1)
                                : full_block(call, entry >> 1) + task->first_head * plan->full_head_bytes;
     const uint8_t *values = base + (plan->value_dim ? plan->block_tokens * plan->key_dim * item : 0);
     const int64_t value_row = (plan->value_dim ? plan->value_dim : plan->key_dim) * item;
@@ -164,7 +174,7 @@ static void add_block(task_state *task, int64_t block) {
         const int masked = position < tile->first_high || position + tokens - 1 > tile->last_low;
         if (cold) {
             task->cold[task->cold_count++] =
-                (kv_int4_piece){base + inside / KV_RUN * plan->record_bytes, (int32_t)position, masked};
+                (kv_int4_piece){base, (int32_t)position, masked};
             continue;
         }
         /* Nobody sees a token behind last_high, and it may not be written. */
@@ -196,12 +206,12 @@ static void prepare(task_state *task, int kind) {
 }
 
 static int cold_part(const task_state *task, int at, int head, kv_int4_piece *to) {
-    const kv_plan *plan = task->job->call->plan;
-    const int64_t shift = head * (plan->block_tokens / KV_RUN) * plan->record_bytes;
+    const kv_cold_head *records = cold_head(task->job->call, task->first_head + head);
+    const int64_t block_tokens = task->job->call->plan->block_tokens;
     int count = 0;
     for (; count < INT4_CHUNK_PIECES && at + count < task->cold_count; count++) {
         to[count] = task->cold[at + count];
-        to[count].record += shift;
+        to[count].record += records->offset_bytes + to[count].position % block_tokens / KV_RUN * records->record_bytes;
     }
     return count;
 }

@@ -14,6 +14,14 @@ typedef struct {
     int64_t blocks;
 } kv_slice;
 
+/* The records of one (layer, head) in an INT4 slot, run after run. Bits, and so sizes, may differ. */
+typedef struct {
+    int64_t offset_bytes;
+    int64_t record_bytes;
+    int64_t key_bits;
+    int64_t value_bits;
+} kv_cold_head;
+
 /* Every field is 64 bits: engine_adapter/attention/native_paged.py fills an int64 array in this order. Addresses and
  * bytes; slots, heads and extents count. Strides of a full block: slot, layer, head, then K and V of all tokens. */
 typedef struct {
@@ -35,8 +43,7 @@ typedef struct {
     int64_t extent_bytes;
     int64_t extent_slots;
     int64_t cold_slot_bytes;
-    int64_t cold_layer_bytes;
-    int64_t record_bytes;
+    int64_t cold_heads_address; /* kv_cold_head[layers][kv_heads] */
 } kv_plan;
 #define KV_PLAN_FIELDS ((int64_t)(sizeof(kv_plan) / sizeof(int64_t)))
 
