@@ -1,8 +1,8 @@
 """Attention in place in C: blocks are read where they lie, full and INT4, and nothing is gathered.
 
-A plan is a handful of int64 arrays, good for every layer of its group: attending is one call. Long fresh prompts, whose
-keys are all this step's own, go through torch's scaled_dot_product_attention, and what the kernels do not know (codecs
-other than int4, odd devices, dims over 1,024) through the torch backend as a whole.
+A plan is a handful of int64 arrays, good for every layer of its group; attending is one call, whether a slice is a
+decode token, drafts to verify or a piece of a prompt. What the kernels do not know (codecs other than int4, other
+devices, dims over 1,024) goes through the torch backend as a whole.
 
 Results depend neither on the number of threads nor on the other sequences of a step.
 """
@@ -16,15 +16,8 @@ import torch
 
 from allocator import ConfigError, UsageError
 from engine_adapter.attention import AttentionSettings
-from engine_adapter.attention.step_plan import BATCHED_QUERIES_MAX, checked_table, cut_pieces, first_visible
-from engine_adapter.attention.torch_paged import (
-    PreparedPiece,
-    StepTokens,
-    TorchPagedAttention,
-    TorchPlan,
-    attend_piece,
-    prepare_piece,
-)
+from engine_adapter.attention.step_plan import checked_table, first_visible
+from engine_adapter.attention.torch_paged import TorchPagedAttention, TorchPlan
 from engine_adapter.batch import Int64Array, StepBatch
 from engine_adapter.native_layout import DIM_MAX, DTYPE_CODES, ENTRIES, SLICE_COUNT, SLICES
 from engine_adapter.paged_cache import PagedCache
@@ -37,8 +30,8 @@ _CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 class NativePlan:
     """A step for one cache group. `arrays` keeps the memory alive that `fields` points into.
 
-    fields: int64[kv_plan], address its place in memory. pieces: fresh prompts, for torch. torch_plan: the whole step,
-    when the kernels cannot take it; the rest is then empty.
+    fields: int64[kv_plan], address its place in memory. torch_plan: the whole step, when the kernels cannot take it;
+    the rest is then empty.
     """
 
     cache: PagedCache
@@ -46,7 +39,6 @@ class NativePlan:
     fields: Int64Array
     address: int
     arrays: tuple[Int64Array, ...]
-    pieces: tuple[PreparedPiece, ...] = ()
     torch_plan: TorchPlan | None = None
 
 
@@ -68,34 +60,22 @@ class NativePagedAttention:
         found, block_tokens = cache.geometry.groups[group], cache.geometry.block_tokens
         slices: list[tuple[int, ...]] = []
         tables: list[Int64Array] = []
-        pieces: list[PreparedPiece] = []
         row = placed = 0
         for part in batch:
             table = checked_table(part, group, block_tokens, found.window_tokens)
-            if part.token_count <= BATCHED_QUERIES_MAX:
-                first = first_visible(part.start, found.window_tokens) // block_tokens
-                slices.append((row, part.token_count, part.start, first, placed, len(table) - first))
-                tables.append(table[first:])
-                placed += len(table) - first
-            else:
-                for piece in cut_pieces(part, row, table, block_tokens, found.window_tokens):
-                    if piece.fresh_row is not None:
-                        pieces.append(prepare_piece(piece, cache, group))
-                        continue
-                    count = len(piece.entries)
-                    first = piece.key_start // block_tokens
-                    slices.append((piece.first_row, piece.row_count, piece.first_position, first, placed, count))
-                    tables.append(piece.entries)
-                    placed += count
+            first = first_visible(part.start, found.window_tokens) // block_tokens
+            slices.append((row, part.token_count, part.start, first, placed, len(table) - first))
+            tables.append(table[first:])
+            placed += len(table) - first
             row += part.token_count
-        entries = np.concatenate(tables) if tables else np.empty(0, np.int64)
+        entries = np.concatenate(tables)
         if (entries & 1).any() and layout.cold_heads is None:
             return self._torch_plan(cache, group, batch)
         _check_slots(cache, group, entries)
         rows = np.array(slices, np.int64)
         fields = layout.fields.copy()
         fields[SLICES], fields[SLICE_COUNT], fields[ENTRIES] = rows.ctypes.data, len(slices), entries.ctypes.data
-        return NativePlan(cache, group, fields, fields.ctypes.data, (rows, entries), tuple(pieces))
+        return NativePlan(cache, group, fields, fields.ctypes.data, (rows, entries))
 
     def attend(
         self,
@@ -121,16 +101,11 @@ class NativePagedAttention:
         sinks = settings.sinks
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
-        if plan.fields[SLICE_COUNT]:
-            native.kernels.attend(
-                plan.address, position, query.data_ptr(), query.stride(0), query.stride(1), heads, code,
-                out.data_ptr(), value_dim, 0 if sinks is None else sinks.data_ptr(), torch.get_num_threads(),
-                settings.scaling, settings.softcap or 0.0,
-            )  # fmt: skip
-        for piece in plan.pieces:
-            first = piece.piece.first_row
-            step = StepTokens(query, keys, values)
-            out[first : first + piece.piece.row_count] = attend_piece(plan.cache, piece, layer, step, settings)
+        native.kernels.attend(
+            plan.address, position, query.data_ptr(), query.stride(0), query.stride(1), heads, code,
+            out.data_ptr(), value_dim, 0 if sinks is None else sinks.data_ptr(), torch.get_num_threads(),
+            settings.scaling, settings.softcap or 0.0,
+        )  # fmt: skip
         return out
 
     def _torch_plan(self, cache: PagedCache, group: int, batch: StepBatch) -> NativePlan:

@@ -108,7 +108,7 @@ def plan_group(
     for part in batch:
         table = checked_table(part, group, block_tokens, window_tokens)
         if part.token_count > BATCHED_QUERIES_MAX:
-            pieces.extend(cut_pieces(part, row, table, block_tokens, window_tokens))
+            pieces.extend(_cut_pieces(part, row, table, block_tokens, window_tokens))
         else:
             readers.append(_reader(part, row, table, block_tokens, window_tokens))
         row += part.token_count
@@ -163,10 +163,9 @@ def checked_table(part: SequenceSlice, group: int, block_tokens: int, window_tok
     return table[:needed]
 
 
-def cut_pieces(
+def _cut_pieces(
     part: SequenceSlice, first_row: int, table: Int64Array, block_tokens: int, window_tokens: int | None
 ) -> list[PrefillPiece]:
-    """Pieces of a long slice, in order."""
     pieces = []
     for done in range(0, part.token_count, PIECE_QUERIES):
         count = min(PIECE_QUERIES, part.token_count - done)

@@ -29,7 +29,7 @@ BUCKET_BYTES = 4 << 20
 """K and V that one bucket gathers per layer: small enough to stay in a core's caches until they are used."""
 
 
-class StepTokens(NamedTuple):
+class _Tokens(NamedTuple):
     """This step's tensors in one layer: query [tokens, heads, key_dim], keys and values [tokens, kv_heads, dim]."""
 
     query: torch.Tensor
@@ -38,7 +38,7 @@ class StepTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedPiece:
+class _Piece:
     """A prefill piece ready for any layer.
 
     mask: bool[row_count, key_count], None where causal order is enough. full: the rows of its blocks when all of them
@@ -73,7 +73,7 @@ class TorchPlan:
 
     cache: PagedCache
     group: int
-    pieces: tuple[PreparedPiece, ...]
+    pieces: tuple[_Piece, ...]
     buckets: tuple[_Bucket, ...]
     cold_slots: torch.Tensor | None
 
@@ -96,7 +96,7 @@ class TorchPagedAttention:
         return TorchPlan(
             cache=cache,
             group=group,
-            pieces=tuple(prepare_piece(piece, cache, group) for piece in planned.pieces),
+            pieces=tuple(_ready_piece(piece, cache, group) for piece in planned.pieces),
             buckets=tuple(
                 _ready_bucket(bucket, cache, group, found.window_tokens, block_tokens) for bucket in planned.buckets
             ),
@@ -113,12 +113,12 @@ class TorchPagedAttention:
         settings: AttentionSettings,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        tokens = StepTokens(query, keys, values)
+        tokens = _Tokens(query, keys, values)
         value_dim = _value_dim(values, settings)
         out = query.new_empty((query.shape[0], query.shape[1], value_dim))
         for piece in plan.pieces:
             first = piece.piece.first_row
-            out[first : first + piece.piece.row_count] = attend_piece(plan.cache, piece, layer, tokens, settings)
+            out[first : first + piece.piece.row_count] = _attend_piece(plan, piece, layer, tokens, settings)
         cold: ColdBlocks | None = None
         if plan.cold_slots is not None:
             cold = read_cold_blocks(
@@ -140,20 +140,19 @@ def _value_dim(values: torch.Tensor | None, settings: AttentionSettings) -> int:
 # ---- planning
 
 
-def prepare_piece(piece: PrefillPiece, cache: PagedCache, group: int) -> PreparedPiece:
-    """Mask and rows of a piece, for all layers."""
+def _ready_piece(piece: PrefillPiece, cache: PagedCache, group: int) -> _Piece:
     window_tokens, device = cache.geometry.groups[group].window_tokens, cache.device
     full = None
     if piece.fresh_row is None and not (piece.entries & 1).any():
         full = cache.full_index(group, cache.tensor(piece.entries[None] >> 1))
     if window_tokens is None and piece.row_count == piece.key_count:
-        return PreparedPiece(piece, None, full)
+        return _Piece(piece, None, full)
     queries = torch.arange(piece.first_position, piece.first_position + piece.row_count, device=device)[:, None]
     keys = torch.arange(piece.key_start, piece.key_start + piece.key_count, device=device)[None, :]
     mask = keys <= queries
     if window_tokens is not None:
         mask &= keys > queries - window_tokens
-    return PreparedPiece(piece, mask, full)
+    return _Piece(piece, mask, full)
 
 
 def _ready_bucket(
@@ -193,12 +192,12 @@ def _ready_pick(bucket: DecodeBucket, cache: PagedCache) -> ColdPick | None:
 # ---- prefill
 
 
-def attend_piece(
-    cache: PagedCache, ready: PreparedPiece, layer: int, tokens: StepTokens, settings: AttentionSettings
+def _attend_piece(
+    plan: TorchPlan, ready: _Piece, layer: int, tokens: _Tokens, settings: AttentionSettings
 ) -> torch.Tensor:
     """Tensor[row_count, query_heads, value_dim]."""
     piece = ready.piece
-    keys, values = _piece_keys(cache, ready, layer, tokens)
+    keys, values = _piece_keys(plan, ready, layer, tokens)
     if settings.latent_value_dim is not None:
         values = keys[..., : settings.latent_value_dim]
     kv_heads, count = keys.shape[0], piece.row_count
@@ -220,9 +219,7 @@ def attend_piece(
     return found.flatten(0, 1).transpose(0, 1)
 
 
-def _piece_keys(
-    cache: PagedCache, ready: PreparedPiece, layer: int, tokens: StepTokens
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _piece_keys(plan: TorchPlan, ready: _Piece, layer: int, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """K Tensor[kv_heads, key_count, key_dim] and V that the piece sees, in query's dtype."""
     piece = ready.piece
     if piece.fresh_row is not None:
@@ -230,17 +227,17 @@ def _piece_keys(
         keys = tokens.keys[span].transpose(0, 1)
         return keys, keys if tokens.values is None else tokens.values[span].transpose(0, 1)
     if ready.full is not None:
-        all_keys, all_values = cache.read_full(layer, ready.full, (1, len(piece.entries)))
+        all_keys, all_values = plan.cache.read_full(layer, ready.full, (1, len(piece.entries)))
         keys, values = all_keys[0], all_values[0]
     else:
-        keys, values = cache.gather(layer, piece.entries)
+        keys, values = plan.cache.gather(layer, piece.entries)
     # Cut, not masked: what lies beyond the last written token may be NaN.
     dtype = tokens.query.dtype
     return keys[:, : piece.key_count].to(dtype), values[:, : piece.key_count].to(dtype)
 
 
 def _explicit_piece(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ready: PreparedPiece, settings: AttentionSettings
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ready: _Piece, settings: AttentionSettings
 ) -> torch.Tensor:
     """Scores written out, for what scaled_dot_product_attention has no word for: softcap, sinks, V of another dim."""
     kv_heads, groups, count, _ = query.shape
@@ -263,7 +260,7 @@ def _attend_bucket(
     plan: TorchPlan,
     bucket: _Bucket,
     layer: int,
-    tokens: StepTokens,
+    tokens: _Tokens,
     settings: AttentionSettings,
     cold: ColdBlocks | None,
 ) -> torch.Tensor:
