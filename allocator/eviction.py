@@ -214,18 +214,18 @@ class LRU(EvictionPolicy):
         taken: list[int] = []
         need = count
         if not self._stale and not self._cursor:  # whole segments need no look at their entries
-            while segments:
+            while need > 0 and segments:
                 _, ids, run = segments[0]
                 if type(ids) is not list or (len(ids) > need and not run) or (run and not runs):
                     break
                 taken += ids
-                segments.popleft()
                 need -= len(ids)
-                if need <= 0:
-                    self._count -= len(taken)
-                    return taken
+                segments.popleft()
+            if need <= 0:
+                self._count -= len(taken)
+                return taken
         stamps = self._stamps
-        if need > 0 and self._unstamped:
+        if self._unstamped:
             self._stamp_all()
         while need > 0 and segments:
             tick, ids, run = segments[0]
