@@ -45,7 +45,6 @@ _LLAMA = ("KVSTORE_LLAMACPP_PYTHON", ".venv-llamacpp", "benchmarks.decoding.llam
 PEERS = (
     _Peer("quanto4", *_TRANSFORMERS, "quanto", "QuantizedCache, quanto", _TRANSFORMERS_NOTE),
     _Peer("hqq4", *_TRANSFORMERS, "hqq", "QuantizedCache, hqq", _TRANSFORMERS_NOTE),
-    _Peer("llamacpp_f16", *_LLAMA, "f16", "llama.cpp, KV in f16", _LLAMA_NOTE),
     _Peer("llamacpp_q8_0", *_LLAMA, "q8_0", "llama.cpp, KV in q8_0", _LLAMA_NOTE),
     _Peer("llamacpp_q4_0", *_LLAMA, "q4_0", "llama.cpp, KV in q4_0", _LLAMA_NOTE),
 )
@@ -70,7 +69,7 @@ def rows(side: OwnSide, name: str, sequences: Sequence[Recording], rounds: int, 
 def _measured(peer: _Peer, python: str, side: OwnSide, folder: Path, rounds: int) -> Row:
     process = PeerProcess(python, peer.module, str(folder), peer.setting)
     try:
-        process.ask("prepare")
+        process.seconds("prepare")
         samples = rotated({"ours": lambda _: side.decode(1), "theirs": lambda _: process.seconds("decode", 1)}, rounds)
     finally:
         process.close()

@@ -154,8 +154,8 @@ def _main_rows(model: Any, name: str, contexts: Sequence[Recording], options: Op
         yield from sides.rows(MAIN, samples, _main_note(contexts, sides))
         yield _share_row(sides)
         done = len(kept[INT4].rows[0])
-        for side in (sides.int4, sides.bf16):
-            side.decode(max(1, (4 if options.quick else FIDELITY_STEPS) - done))
+        for loop in (sides.int4, sides.bf16):
+            loop.decode(max(1, (4 if options.quick else FIDELITY_STEPS) - done))
         sides.drop_cache()
         yield from _fidelity_rows(kept, sides)
         sides.keep(INT4, None)
