@@ -31,7 +31,7 @@ help: ## this list
 # one of their own: a changed C file rebuilds the extension, not the environment. Without a compiler that only warns.
 .PHONY: venv environment
 venv: environment ## the virtual environment and the kernels (made by the other targets when needed)
-	@wanted="$$(find $(KERNEL_INPUTS) -type f | LC_ALL=C sort | xargs cat | sha256sum) $$(pwd -P) $$($${CC:-cc} --version 2>&1 | head -1)"
+	@wanted="$$(find $(KERNEL_INPUTS) -type f | LC_ALL=C sort | xargs cat | sha256sum) $$(pwd -P) $$({ $${CC:-cc} --version || true; } 2>&1 | head -1)"
 	if [[ -f $(KERNELS_STAMP) && "$$(cat $(KERNELS_STAMP))" == "$$wanted" ]]; then exit 0; fi
 	echo "building the kernels"
 	$(PY) setup.py -q build_ext --inplace

@@ -109,6 +109,13 @@ def offer(
             _measures[operation, device] = measure
 
 
+def withdraw(operation: str, device: str) -> None:
+    """Take an offer back; nothing happens when there is none."""
+    with _lock:
+        for table in (_offers, _decided, _measures):
+            table.pop((operation, device), None)
+
+
 def implementation_of(operation: str, device: str) -> str:
     """Name of what runs it; "none" when nothing can. For callers in a hurry."""
     found = _decided.get((operation, device))

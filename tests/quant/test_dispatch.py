@@ -19,8 +19,7 @@ SUM = "test_sum"
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    for table in (dispatch._offers, dispatch._decided, dispatch._measures):
-        table.pop((SUM, "cpu"), None)  # type: ignore[attr-defined]
+    dispatch.withdraw(SUM, "cpu")
 
 
 def test_the_first_that_can_run_is_decided_on_once() -> None:
