@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.report import markdown
 from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
 
-SUITES = ("pool", "fidelity", "loop")
+SUITES = ("pool", "fidelity", "loop", "attention")
 Suite = Callable[[Options], Iterable[Row]]
 
 
