@@ -266,8 +266,8 @@ def _llama_rows(name: str, context: int, options: Options) -> Iterator[Row]:
         both = {"one": _on_path(best, run), "two": _on_path(best, run, 2)}
         walls = _measure(both, {}, ROUNDS_FACTOR * options.rounds, time.perf_counter)
         yield compared(
-            "attention", f"{case}_{name}_two_threads_vs_one", "ms", walls["two"], better="smaller", baseline="one thread",
-            theirs=walls["one"],
+            "attention", f"{case}_{name}_two_threads_vs_one", "ms", walls["two"],
+            better="smaller", baseline="one thread", theirs=walls["one"],
         )  # fmt: skip
     for case, cold in (("int4", every), ("mixed", hot), ("bf16", None)):
         yield _error_row(f"{case}_{name}_error", scene, cold)
