@@ -11,6 +11,7 @@ float kv_signs_float[KV_DIM_MAX] __attribute__((aligned(64)));
 int16_t kv_signs_int16[KV_DIM_MAX] __attribute__((aligned(64)));
 uint16_t kv_sign_bits16[KV_DIM_MAX] __attribute__((aligned(64)));
 uint8_t kv_sign_mask[KV_DIM_MAX / 8] __attribute__((aligned(64)));
+int32_t kv_sign_pairs[KV_DIM_MAX / 32][64] __attribute__((aligned(64)));
 
 static uint64_t splitmix64(uint64_t index) {
     uint64_t u = 0x6b76696e7434u + (index + 1) * 0x9e3779b97f4a7c15u;
@@ -25,6 +26,9 @@ static __attribute__((constructor)) void fill_signs(void) {
         kv_signs_float[d] = negative ? -1.0f : 1.0f;
         kv_signs_int16[d] = negative ? -1 : 1;
         kv_sign_bits16[d] = negative ? 0x8000 : 0;
+        int32_t *pairs = kv_sign_pairs[d / 32] + 16 * (d % 2) + d % 32 / 2;
+        pairs[0] = (uint16_t)kv_signs_int16[d];
+        pairs[32] = (int32_t)((uint32_t)pairs[0] << 16);
         kv_sign_mask[d / 8] |= (uint8_t)(negative << d % 8);
     }
 }
@@ -110,6 +114,13 @@ static void encode_chunk(void *context, int64_t task) {
     }
 }
 
+/* Stores around the caches are ordered with nothing: whoever is told that the rows are ready must see them. */
+static void finish_streams(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#endif
+}
+
 static void decode_chunk(void *context, int64_t task) {
     const shared_work *work = context;
     const kv_codec_job *job = work->job;
@@ -126,6 +137,7 @@ static void decode_chunk(void *context, int64_t task) {
         const kv_token_rows values = rows_at(job, &job->values, &at);
         (job->rotated ? work->ops->decode_rotated : work->ops->decode_values)(record, &job->layout, &values);
     }
+    if (job->stream) finish_streams();
 }
 
 static void share(const kv_codec_job *job, kv_task task, int threads) {
