@@ -91,6 +91,11 @@ static kv_token_rows rows_at(const kv_codec_job *job, const kv_places *places, c
     return (kv_token_rows){place(places, at), places->row_bytes, job->dtype, job->stream};
 }
 
+KV_INLINE void prefetch_next_keys(const kv_codec_job *job, const position *next, int64_t key_bytes) {
+    prefetch_rows(place(&job->keys, next), job->keys.row_bytes, key_bytes);
+    prefetch(place(&job->records, next), job->layout.record_bytes);
+}
+
 static void encode_chunk(void *context, int64_t task) {
     const shared_work *work = context;
     const kv_codec_job *job = work->job;
@@ -104,11 +109,9 @@ static void encode_chunk(void *context, int64_t task) {
         uint8_t *record = (uint8_t *)place(&job->records, &at);
         const kv_token_rows keys = rows_at(job, &job->keys, &at);
         if (job->values.base) prefetch_rows(place(&job->values, &at), job->values.row_bytes, value_bytes);
+        if (!job->values.base && i + 1 < end) prefetch_next_keys(job, &next, key_bytes);
         int accepted = work->ops->encode_keys(&keys, layout, job->key_limit, record);
-        if (i + 1 < end) {
-            prefetch_rows(place(&job->keys, &next), job->keys.row_bytes, key_bytes);
-            prefetch(place(&job->records, &next), layout->record_bytes);
-        }
+        if (job->values.base && i + 1 < end) prefetch_next_keys(job, &next, key_bytes);
         if (job->values.base) {
             const kv_token_rows values = rows_at(job, &job->values, &at);
             accepted &= work->ops->encode_values(&values, layout, job->value_limit, record);
