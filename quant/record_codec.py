@@ -36,9 +36,7 @@ class HeadRun:
     record_bytes: int
 
 
-def _part(
-    keys: torch.Tensor, values: torch.Tensor | None, run: HeadRun
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _part(keys: torch.Tensor, values: torch.Tensor | None, run: HeadRun) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Views of the run's layers and heads of [N, L, H, T, dim]."""
     some = None if values is None or not values.shape[-1] else values[:, run.layers, run.kv_heads]
     return keys[:, run.layers, run.kv_heads], some
