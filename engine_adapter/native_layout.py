@@ -70,9 +70,6 @@ def group_layout(slab: Slab, geometry: KVGeometry, group: int, cold_codec: Block
     cold_heads = None
     if cold_codec is not None and cold_codec.name == "int4" and layout.has_class(2 * group + 1):
         cold_heads = _cold_heads(geometry, group, cold_codec)
-    if cold_heads is not None and (cold_heads[..., 2:] != 4).any():
-        cold_heads = None
-    if cold_heads is not None:
         values |= {
             "extent_slots": layout.per_extent[2 * group + 1],
             "cold_slot_bytes": layout.slot_bytes[2 * group + 1],

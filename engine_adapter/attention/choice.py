@@ -6,6 +6,8 @@ Imports no torch: whether a backend runs is asked of the dispatch, and only the 
 
 from __future__ import annotations
 
+from functools import partial
+
 from quant.dispatch import (
     Implementation,
     cuda_absence,
@@ -29,16 +31,12 @@ def best_backend(device: str = "cpu") -> str:
 
 def offer_attention() -> None:
     """Offer what this package has. Called once, when the package of the backends is imported."""
-    native = Implementation("native", _native_absence, native_variant)
+    native = Implementation("native", partial(native_absence, "attend"), native_variant)
     triton = Implementation("triton", _triton_absence)
     for operation in (DECODE, PREFILL):
         offer(operation, "cpu", [native, Implementation("torch")])
     offer(DECODE, "cuda", [triton, Implementation("torch", cuda_absence)])
     offer(PREFILL, "cuda", [Implementation("torch", cuda_absence)])
-
-
-def _native_absence() -> str:
-    return native_absence("attend")
 
 
 def _triton_absence() -> str:

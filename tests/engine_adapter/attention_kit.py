@@ -149,11 +149,16 @@ class Scene:
                 row += 1
         return torch.stack(found)
 
-    def check(self, backend: AttentionBackend, settings: AttentionSettings = PLAIN, *, atol: float = 1e-5) -> None:
+    def check(self, backend: AttentionBackend, settings: AttentionSettings = PLAIN) -> None:
+        """Every layer near float64: to 32-bit rounding, and where integer products fold INT4 scales, to 1e-3."""
+        folded = backend.name == "native" and self.cold_share > 0
+        relative, atol = (1e-3, 5e-4) if folded else (1e-5, 1e-5)
         for layer in range(LAYERS):
-            found = self.run(backend, layer, settings)
+            found = self.run(backend, layer, settings).double()
+            expected = self.expected(layer, settings)
             assert found.isfinite().all()
-            torch.testing.assert_close(found.double(), self.expected(layer, settings), rtol=0, atol=atol)
+            assert (found - expected).norm() <= relative * expected.norm()
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 MIXED_LENGTHS = [
