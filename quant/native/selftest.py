@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 
 Check: TypeAlias = Callable[[Any], str]
 
-CHECKS: dict[str, Check] = {}
+
+def _hash_check(extension: Any) -> str:
+    from quant.native import check_hash
+
+    return check_hash.check(extension)
+
+
+CHECKS: dict[str, Check] = {"hash": _hash_check}
 """Area -> its check. The order is the order in which they run."""
 
 
