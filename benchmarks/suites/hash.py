@@ -17,8 +17,8 @@ from quant import dispatch
 
 _ROOT = bytes(range(32))
 _NOTE = (
-    "2,048 blocks of 16 tokens, SHA-256 each, from a list of Python ints (checked and converted within the time) unless "
-    "the case says otherwise. CPU seconds of the one thread."
+    "2,048 blocks of 16 tokens, SHA-256 each, from a list of Python ints (checked and converted within the time) "
+    "unless the case says otherwise. CPU seconds of the one thread."
 )
 _VLLM_NOTE = "vLLM's own sha256 block hasher over the same list, its fastest that resists collisions."
 
