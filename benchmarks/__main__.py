@@ -22,7 +22,7 @@ from types import ModuleType
 from benchmarks.report import markdown
 from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
 
-SUITES = ("pool", "fidelity", "loop", "decode", "attention")
+SUITES = ("pool", "hash", "pages", "fidelity", "loop", "decode", "attention")
 Suite = Callable[[Options], Iterable[Row]]
 
 
