@@ -181,6 +181,25 @@ class Report:
             json.dumps({"environment": self.environment, "rows": [asdict(row) for row in self.rows]}, indent=1) + "\n"
         )
 
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """A report as `to_json` wrote it. Raises ValueError, TypeError or KeyError for anything else."""
+        document = json.loads(text)
+        return cls(document["environment"], [Row(**row) for row in document["rows"]])
+
+    def joined(self, later: Report) -> Report:
+        """This report with the suites of a later one, which replace suites of the same name.
+
+        Where machine, commit or date differ, both are named: a page must not claim one for all.
+        """
+        mine, theirs = self.environment, later.environment
+        joined = {
+            key: mine.get(key) if mine.get(key) == theirs.get(key) else f"{mine.get(key)}; {theirs.get(key)}"
+            for key in {**mine, **theirs}
+        }
+        replaced = {row.suite for row in later.rows}
+        return Report(joined, [row for row in self.rows if row.suite not in replaced] + later.rows)
+
 
 def environment(seed: int) -> dict[str, Any]:
     """Machine, commit, seed and versions: what a reader needs to judge a figure."""
