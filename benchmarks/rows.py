@@ -117,11 +117,13 @@ def interleaved(
     return mine, other
 
 
-def rotated(sides: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+def rotated(
+    sides: Mapping[str, Callable[[int], float]], rounds: int, *, warm_up: bool = True
+) -> dict[str, list[float]]:
     """`interleaved` for any number of sides: every round begins with the next one. One unrecorded round warms up."""
     names = list(sides)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    for round_number in range(-1, rounds):
+    for round_number in range(-1 if warm_up else 0, rounds):
         first = round_number % len(names)
         for name in (*names[first:], *names[:first]):
             sample = sides[name](round_number)
