@@ -17,7 +17,6 @@ from quant.dispatch import (
 )
 
 DECODE, PREFILL = "decode_attention", "prefill_attention"
-_NATIVE = "engine_adapter.attention.native_paged"
 _TRITON = "engine_adapter.attention.triton_paged"
 
 
@@ -30,16 +29,12 @@ def best_backend(device: str = "cpu") -> str:
 
 def offer_attention() -> None:
     """Offer what this package has. Called once, when the package of the backends is imported."""
-    native = Implementation("native", _native_absence, native_variant)
+    native = Implementation("native", native_absence, native_variant)
     triton = Implementation("triton", _triton_absence)
     for operation in (DECODE, PREFILL):
         offer(operation, "cpu", [native, Implementation("torch")])
     offer(DECODE, "cuda", [triton, Implementation("torch", cuda_absence)])
     offer(PREFILL, "cuda", [Implementation("torch", cuda_absence)])
-
-
-def _native_absence() -> str:
-    return native_absence() or module_absence(_NATIVE)
 
 
 def _triton_absence() -> str:

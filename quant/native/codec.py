@@ -49,7 +49,7 @@ def _limit(bound: float, bits: int) -> float:
 
 
 def _rows(blocks: torch.Tensor | None, offsets: torch.Tensor | None = None) -> _Places:
-    """Where the rows of [N, layers, kv_heads, tokens, dim] lie; block_offsets int64 [N] in bytes instead of a stride."""
+    """Where the rows of [N, layers, kv_heads, tokens, dim] lie; offsets int64 [N]: bytes, instead of a stride."""
     if blocks is None or not blocks.shape[-1]:
         return _ABSENT
     item = blocks.itemsize
@@ -145,7 +145,7 @@ def decode_blocks(
 
 
 def validate_blocks(records: torch.Tensor, layout: RecordLayout, counts: tuple[int, int, int]) -> torch.Tensor:
-    """bool [N]: records uint8 [N, bytes] that an encoder may have written. counts: layers, kv_heads, runs of a block."""
+    """bool [N]: records uint8 [N, bytes] that an encoder may have written. counts: layers, kv_heads, runs."""
     valid = torch.empty(records.shape[0], dtype=torch.uint8)
     places = _records(records, layout, counts[1], counts[2])
     native.kernels.codec_validate(_fields(layout), (records.shape[0], *counts), places, valid.data_ptr())
