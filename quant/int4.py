@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from quant.codec import BlockShape
+from quant.cuda import cuda_codec_for
 from quant.error_bound import DEFAULT_ERROR_BOUND, check_error_bound, part_bound
 from quant.int4_records import decode_records_into, encode_records_into, validate_records
 from quant.record_codec import RecordCodec
@@ -66,6 +68,20 @@ class Int4Codec(RecordCodec):
     def record_bytes(self, key_dim: int, value_dim: int, bits: tuple[int, int]) -> int:
         """Bytes of one record."""
         return record_bytes(key_dim, value_dim, *bits)
+
+    def _encode_whole(
+        self, keys: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor, shape: BlockShape
+    ) -> torch.Tensor | None:
+        coder = cuda_codec_for(keys)
+        return None if coder is None else coder.encode(keys, values, out, self._head_runs(shape), self._error_bound)
+
+    def _decode_whole(
+        self, payload: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, shape: BlockShape
+    ) -> bool:
+        coder = cuda_codec_for(keys)
+        if coder is not None:
+            coder.decode(payload, keys, values, self._head_runs(shape))
+        return coder is not None
 
     def _encode_piece(
         self, keys: torch.Tensor, values: torch.Tensor | None, records: torch.Tensor, bits: tuple[int, int]

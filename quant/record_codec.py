@@ -71,6 +71,18 @@ class RecordCodec(ABC):
     def _validate_piece(self, records: torch.Tensor, dims: tuple[int, int], bits: tuple[int, int]) -> torch.Tensor:
         """bool [P]."""
 
+    def _encode_whole(
+        self, keys: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor, shape: BlockShape
+    ) -> torch.Tensor | None:
+        """encode_batch at once by a faster path (values None for latents), or None: piece by piece in torch."""
+        return None
+
+    def _decode_whole(
+        self, payload: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, shape: BlockShape
+    ) -> bool:
+        """As _encode_whole, for payload uint8 [N, encoded_bytes] into [N, L, H, T, dim]; False: piece by piece."""
+        return False
+
     # ---- sizes
 
     def encoded_bytes(self, shape: BlockShape, dtype: DtypeName) -> int:
@@ -152,6 +164,9 @@ class RecordCodec(ABC):
         """keys [N, L, H, T, Dk], values [N, L, H, T, Dv] or None -> out uint8 [N, encoded_bytes]; bool [N] accepted."""
         shape = shape_of(keys, values, batch_dims=1)
         check_out(out, (keys.shape[0], self.encoded_bytes(shape, keys.dtype)), keys.device)
+        done = self._encode_whole(keys, values if shape.value_dim else None, out, shape)
+        if done is not None:
+            return done
         accepted = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
         runs = shape.block_tokens // RUN_TOKENS
         for blocks, layers, run in self._pieces(shape, keys.shape[0]):
@@ -247,6 +262,8 @@ class RecordCodec(ABC):
         if batch > 1:
             for index in range(keys.shape[0]):
                 self.decode_into(source[index], keys[index], None if values is None else values[index])
+            return
+        if self._decode_whole(source, keys, values if shape.value_dim else None, shape):
             return
         runs = shape.block_tokens // RUN_TOKENS
         for blocks, layers, run in self._pieces(shape, keys.shape[0]):

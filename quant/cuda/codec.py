@@ -29,6 +29,7 @@ from quant.error_bound import part_bound
 from quant.record_layout import RecordLayout, record_layout
 
 if TYPE_CHECKING:
+    from quant.cuda.runtime import CudaDevice
     from quant.record_codec import HeadRun
 
 KIND_OF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -80,7 +81,8 @@ def _fits(tensor: torch.Tensor) -> bool:
     """Four elements at once: contiguous rows, everything else a multiple of four elements."""
     step = 4 * tensor.element_size()
     return tensor.stride(-1) == 1 and not any(
-        part % step for part in (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+        part % step
+        for part in (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     )
 
 
@@ -147,3 +149,14 @@ class CudaCodec:
             keys.copy_(key_target)
         if values is not None and value_target is not None and value_target is not values:
             values.copy_(value_target)
+
+
+class TorchStream:
+    """Launcher on torch's current stream of a device, so that kernels run in order with torch's own."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def run(self, launches: list[Launch]) -> None:
+        """Enqueues; returns before they ran."""
+        self._device.launch(launches, torch.cuda.current_stream(self._device.index).cuda_stream)

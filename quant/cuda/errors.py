@@ -1,9 +1,9 @@
 """What the CUDA part raises. Imports nothing; anyone may catch these.
 
-    CudaError(RuntimeError)
-      CudaUnavailable     no CuPy, no card, or kernels that do not compile here: say why, use the torch path
-      CudaMemoryError     memory that cannot be registered, exported or opened
-        StaleMemory       an IPC handle of an allocation that is not what it was when the handle was made
+CudaError(RuntimeError)
+  CudaUnavailable     no CuPy, no card, or kernels that do not compile here: say why, use the torch path
+  CudaMemoryError     memory that cannot be registered, exported or opened
+    StaleMemoryError       an IPC handle of an allocation that is not what it was when the handle was made
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ class CudaMemoryError(CudaError):
     """Host or device memory that the driver does not register, export or open."""
 
 
-class StaleMemory(CudaMemoryError):
+class StaleMemoryError(CudaMemoryError):
     """An IPC handle names an allocation that has gone, grown or been replaced since."""

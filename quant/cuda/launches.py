@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from quant.cuda.source import KINDS
 from quant.record_layout import RUN_TOKENS, RecordLayout
 
 Job: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
@@ -242,8 +241,12 @@ def copy_launch(target: RecordPlace, source: RecordPlace, page_bytes: int, page_
     if page_count * chunks >= _COUNT_LIMIT:
         raise ValueError(f"too much for one launch: {page_count} pages of {page_bytes} bytes")
     job: Job = np.zeros(1, COPY_JOB)
-    job["target"], job["target_offsets"], job["target_stride"] = target.address, target.offsets_address, target.block_stride
-    job["source"], job["source_offsets"], job["source_stride"] = source.address, source.offsets_address, source.block_stride
+    for name, place in (("target", target), ("source", source)):
+        job[name], job[f"{name}_offsets"], job[f"{name}_stride"] = (
+            place.address,
+            place.offsets_address,
+            place.block_stride,
+        )
     job["page_units"], job["page_count"], job["page_chunks"] = units, page_count, chunks
     return Launch("pages", "copy_pages", -(-page_count * chunks // rows), (across, rows), 0, job)
 
