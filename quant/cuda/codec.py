@@ -10,11 +10,12 @@ kernels do not do at all is not taken, and the caller goes on with torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from quant.codec import CodecError
 from quant.cuda.launches import (
     UNIT_BYTES,
     BlockCounts,
@@ -52,29 +53,38 @@ class _Part:
     records: RecordPlace
 
 
-def _tensor_place(tensor: torch.Tensor, run: HeadRun) -> TensorPlace:
+def _tensor_place(tensor: torch.Tensor, run: HeadRun, offsets_address: int) -> TensorPlace:
     """The part of [N, L, H, T, dim] that a head run covers."""
     size = tensor.element_size()
     block, layer, head, token, _ = (stride * size for stride in tensor.stride())
     first = (run.layers.start or 0) * layer + (run.kv_heads.start or 0) * head
-    return TensorPlace(tensor.data_ptr() + first, block, layer, head, token)
+    return TensorPlace(tensor.data_ptr() + first, block, layer, head, token, offsets_address)
 
 
 def _parts(
-    keys: torch.Tensor, values: torch.Tensor | None, payload: torch.Tensor, runs: Sequence[HeadRun]
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    records: RecordPlace,
+    runs: Sequence[HeadRun],
+    slots: tuple[int, int] | None = None,
 ) -> list[_Part]:
-    """keys [N, L, H, T, Dk], values [N, L, H, T, Dv] or None, payload uint8 [N, encoded_bytes]."""
+    """keys [N, L, H, T, Dk], values [N, L, H, T, Dv] or None. `slots`: (count, address of a table of byte offsets)."""
     blocks, layers, kv_heads, tokens, key_dim = keys.shape
+    count, table = slots or (blocks, 0)
     found = []
     for run in runs:
         first_layer, last_layer, _ = run.layers.indices(layers)
         first_head, last_head, _ = run.kv_heads.indices(kv_heads)
-        counts = BlockCounts(blocks, last_layer - first_layer, last_head - first_head, record_runs(tokens))
+        counts = BlockCounts(count, last_layer - first_layer, last_head - first_head, record_runs(tokens))
         layout = record_layout(key_dim, 0 if values is None else values.shape[-1], *run.bits)
-        places = _tensor_place(keys, run), None if values is None else _tensor_place(values, run)
-        records = RecordPlace(payload.data_ptr() + run.offset, payload.stride(0))
-        found.append(_Part(counts, layout, places, records))
+        places = _tensor_place(keys, run, table), None if values is None else _tensor_place(values, run, table)
+        found.append(_Part(counts, layout, places, replace(records, address=records.address + run.offset)))
     return found
+
+
+def _rows(payload: torch.Tensor) -> RecordPlace:
+    """Where payload uint8 [N, encoded_bytes] lies."""
+    return RecordPlace(payload.data_ptr(), payload.stride(0))
 
 
 def _fits(tensor: torch.Tensor) -> bool:
@@ -121,13 +131,7 @@ class CudaCodec:
         if values is not None and not _fits(values):
             values = _fresh(values).copy_(values)
         target = out if _aligned_rows(out) else _fresh(out)
-        launches: list[Launch] = []
-        for part in _parts(keys, values, target, runs):
-            bounds = part_bound(error_bound, part.layout.key_bits), part_bound(error_bound, part.layout.value_bits)
-            launches += encode_launches(
-                part.places, part.records, accepted.data_ptr(), part.counts, part.layout, KIND_OF[keys.dtype], bounds
-            )
-        self._launcher.run(launches)
+        self._encode(_parts(keys, values, _rows(target), runs), accepted, keys.dtype, error_bound)
         if target is not out:
             out.copy_(target)
         return accepted.view(torch.bool)
@@ -141,14 +145,100 @@ class CudaCodec:
         source = payload if _aligned_rows(payload) else _fresh(payload).copy_(payload)
         key_target = keys if _fits(keys) else _fresh(keys)
         value_target = values if values is None or _fits(values) else _fresh(values)
-        launches: list[Launch] = []
-        for part in _parts(key_target, value_target, source, runs):
-            launches += decode_launches(part.records, part.places, part.counts, part.layout, KIND_OF[keys.dtype])
-        self._launcher.run(launches)
+        self._decode(_parts(key_target, value_target, _rows(source), runs), keys.dtype)
         if key_target is not keys:
             keys.copy_(key_target)
         if values is not None and value_target is not None and value_target is not values:
             values.copy_(value_target)
+
+    # ---- in place: slots of a slab, without packing blocks together first
+
+    def encode_slots(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor | None],
+        slots: Sequence[int],
+        memory: torch.Tensor,
+        offsets: Sequence[int],
+        runs: Sequence[HeadRun],
+        error_bound: float,
+    ) -> torch.Tensor:
+        """Full slots straight into INT4 slots: bool [slots] accepted; the bytes of a refused one are unspecified.
+
+        tensors: views of all full slots, keys [S, L, H, T, Dk] and values or None (Slab.keys_view, values_view).
+        memory: uint8, one dimension, contiguous (the slab); offsets: bytes of each INT4 slot in it, multiples of 16.
+        Raises CodecError for slots and offsets that are out of range or tensors that kernels cannot address.
+        """
+        keys = tensors[0]
+        accepted = torch.ones(len(slots), dtype=torch.uint8, device=keys.device)
+        if len(slots):
+            parts, tables = self._slot_parts(tensors, slots, memory, offsets, runs)
+            self._encode(parts, accepted, keys.dtype, error_bound)
+            del tables  # enqueued: torch's allocator reuses memory in stream order
+        return accepted.view(torch.bool)
+
+    def decode_slots(
+        self,
+        memory: torch.Tensor,
+        offsets: Sequence[int],
+        tensors: tuple[torch.Tensor, torch.Tensor | None],
+        slots: Sequence[int],
+        runs: Sequence[HeadRun],
+    ) -> None:
+        """INT4 slots straight into full slots; arguments as for encode_slots."""
+        if len(slots):
+            parts, tables = self._slot_parts(tensors, slots, memory, offsets, runs)
+            self._decode(parts, tensors[0].dtype)
+            del tables
+
+    def _slot_parts(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor | None],
+        slots: Sequence[int],
+        memory: torch.Tensor,
+        offsets: Sequence[int],
+        runs: Sequence[HeadRun],
+    ) -> tuple[list[_Part], torch.Tensor]:
+        """The parts, and the int64 [2, slots] tables of byte offsets on the device that they point into."""
+        keys, values = tensors
+        stride = keys.stride(0) * keys.element_size()
+        if len(offsets) != len(slots) or not all(0 <= slot < keys.shape[0] for slot in slots):
+            raise CodecError(f"expected slots 0..{keys.shape[0] - 1} and as many offsets, got {slots} and {offsets}")
+        if not _fits(keys) or (values is not None and (not _fits(values) or values.stride(0) != keys.stride(0))):
+            raise CodecError("slots must be views of one slab with contiguous rows")
+        tables = torch.tensor([[slot * stride for slot in slots], list(offsets)], dtype=torch.int64).to(keys.device)
+        records = RecordPlace(memory.data_ptr(), 0, tables[1].data_ptr())
+        parts = _parts(keys, values, records, runs, (len(slots), tables.data_ptr()))
+        block_bytes = max(
+            run.offset + part.counts.records // part.counts.blocks * part.layout.record_bytes
+            for run, part in zip(runs, parts, strict=True)
+        )
+        if memory.stride() != (1,) or memory.data_ptr() % UNIT_BYTES:
+            raise CodecError("memory must be one contiguous run of bytes")
+        if any(offset % UNIT_BYTES or not 0 <= offset <= memory.nbytes - block_bytes for offset in offsets):
+            raise CodecError(f"offsets must be multiples of {UNIT_BYTES} inside {memory.nbytes} bytes, got {offsets}")
+        return parts, tables
+
+    # ---- launches
+
+    def _encode(self, parts: list[_Part], accepted: torch.Tensor, dtype: torch.dtype, error_bound: float) -> None:
+        launches: list[Launch] = []
+        for part in parts:
+            bounds = part_bound(error_bound, part.layout.key_bits), part_bound(error_bound, part.layout.value_bits)
+            launches += encode_launches(
+                part.places, part.records, accepted.data_ptr(), part.counts, part.layout, KIND_OF[dtype], bounds
+            )
+        self._launcher.run(launches)
+
+    def _decode(self, parts: list[_Part], dtype: torch.dtype) -> None:
+        launches: list[Launch] = []
+        for part in parts:
+            launches += decode_launches(part.records, part.places, part.counts, part.layout, KIND_OF[dtype])
+        self._launcher.run(launches)
+
+
+def current_stream(index: int) -> int:
+    """Raw handle of torch's current stream of a device, for fences and copiers."""
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 class TorchStream:
@@ -159,4 +249,4 @@ class TorchStream:
 
     def run(self, launches: list[Launch]) -> None:
         """Enqueues; returns before they ran."""
-        self._device.launch(launches, torch.cuda.current_stream(self._device.index).cuda_stream)
+        self._device.launch(launches, current_stream(self._device.index))

@@ -17,6 +17,7 @@ from quant.cuda.driver import MemoryDriver
 from quant.cuda.errors import CudaMemoryError, StaleMemoryError
 
 HANDLE_BYTES = 64
+_GRANULE_BYTES = 2 << 20
 _REMEMBERED = 4096  # generations of allocations that are not mapped now
 _MAGIC = b"KVIPC\x01\0\0"
 _FORM = struct.Struct(f"<8s16s16s{HANDLE_BYTES}sQQQQ")
@@ -161,10 +162,14 @@ class MemoryOpener:
             self._mappings[key] = old
             raise StaleMemoryError(f"generation {old.generation} of this allocation is still in use here")
         base = self._driver.open_allocation(handle.handle)
-        found = self._driver.allocation_of(base)
-        if found != (base, handle.allocation_bytes):
+        try:
+            found, size = self._driver.allocation_of(base)
+            most = -(-handle.allocation_bytes // _GRANULE_BYTES) * _GRANULE_BYTES  # a mapping may be rounded up
+            if found != base or not handle.allocation_bytes <= size <= most:
+                raise StaleMemoryError(f"the allocation has {size} bytes, the handle says {handle.allocation_bytes}")
+        except BaseException:
             self._driver.close_allocation(base)
-            raise StaleMemoryError(f"the allocation has {found[1]} bytes, the handle says {handle.allocation_bytes}")
+            raise
         self._newest.pop(key, None)
         self._newest[key] = handle.generation
         while len(self._newest) > _REMEMBERED:

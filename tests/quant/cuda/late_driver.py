@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quant.cuda.driver import Bytes, DeviceBuffer
+from quant.cuda.driver import Bytes, DeviceBuffer, Event
 from quant.cuda.launches import Launch
 from tests.quant.cuda.shim import ShimDevice
 
@@ -53,7 +53,7 @@ class LateDriver:
         self._shim = shim
         self._queue: list[Callable[[], None]] = []
         self.lost = 0
-        self.waited_for: list[LateEvent] = []
+        self.waited_for: list[Event] = []
 
     def run_one(self) -> None:
         self._queue.pop(0)()
@@ -70,7 +70,7 @@ class LateDriver:
         self._queue.append(lambda: setattr(event, "passed", True))
         return event
 
-    def wait_for(self, stream: int, event: LateEvent) -> None:  # type: ignore[override]
+    def wait_for(self, stream: int, event: Event) -> None:
         self.waited_for.append(event)
 
     def upload(self, content: Bytes, stream: int) -> DeviceBuffer:

@@ -114,7 +114,7 @@ def test_other_misuse_is_refused(shim: ShimDevice) -> None:
     with pytest.raises(CudaError, match="2 source pages, 1 target pages"):
         copier.copy(pages(memory, [0]), pages(memory, [1024, 2048]), 1024)
     with pytest.raises(CudaError, match="int64"):
-        copier.copy(PageSet(memory.address, 4096, np.zeros(1, np.int32), memory), pages(memory, [0]), 1024)  # type: ignore[arg-type]
+        copier.copy(PageSet(memory.address, 4096, np.zeros(1, np.int32), memory), pages(memory, [0]), 1024)
     with pytest.raises(CudaError, match="contiguous"):
         PageSet.of_tensor(torch.zeros(8, 8).t(), [0])
     with pytest.raises(ValueError, match="page bytes"):

@@ -151,6 +151,45 @@ def test_a_bits_table_is_one_launch_a_run_of_heads(shim: ShimDevice) -> None:
     assert torch.equal(out, payload)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (576, 0)])
+def test_slots_of_a_slab_are_coded_in_place(shim: ShimDevice, dims: tuple[int, int]) -> None:
+    """Scattered full slots into scattered INT4 slots of the same memory, and back, touching nothing else."""
+    codec, row = codec_of((4, 4)), 16 * sum(dims)
+    slab = torch.randn(6, 2, 1, row)
+    keys = slab[..., : 16 * dims[0]].view(6, 2, 1, 16, dims[0])
+    values = slab[..., 16 * dims[0] :].view(6, 2, 1, 16, dims[1]) if dims[1] else None
+    slots = [4, 1, 3]
+    slab[1, 1, 0, 7] = torch.inf
+    some = None if values is None else values[slots]
+    payload, accepted = reference(codec, keys[slots], some)
+    assert accepted.tolist() == [True, False, True]
+    size = payload.shape[1]
+    offsets, memory = [2 * size, 5 * size, 0], torch.full((6 * size,), 0xAB, dtype=torch.uint8)
+    runs = codec._head_runs(BlockShape(2, 1, 16, *dims))
+    kernels = CudaCodec(shim)
+    assert kernels.encode_slots((keys, values), slots, memory, offsets, runs, 0.15).tolist() == accepted.tolist()
+    assert torch.equal(memory.view(6, size)[[2, 0]], payload[[0, 2]])
+    assert bool((memory.view(6, size)[[1, 3, 4]] == 0xAB).all())
+    wanted = slab.clone()
+    parts = wanted[..., : 16 * dims[0]].view(keys.shape)[[0, 5]], None
+    if values is not None:
+        parts = parts[0], wanted[..., 16 * dims[0] :].view(values.shape)[[0, 5]]
+    codec.decode_into(payload[[2, 0]], *parts)
+    wanted[[0, 5], ..., : 16 * dims[0]] = parts[0].flatten(3)
+    if parts[1] is not None:
+        wanted[[0, 5], ..., 16 * dims[0] :] = parts[1].flatten(3)
+    kernels.decode_slots(memory, [0, 2 * size], (keys, values), [0, 5], runs)
+    assert torch.equal(slab, wanted)
+    assert kernels.encode_slots((keys, values), [], memory, [], runs, 0.15).shape == (0,)
+    for bad_slots, bad_offsets in (([6], [0]), ([-1], [0]), ([0], [8]), ([0], [6 * size - 16]), ([0, 1], [0])):
+        with pytest.raises(CodecError):
+            kernels.encode_slots((keys, values), bad_slots, memory, bad_offsets, runs, 0.15)
+    with pytest.raises(CodecError, match="views of one slab"):
+        kernels.encode_slots((keys.transpose(3, 4), values), [0], memory, [0], runs, 0.15)
+    with pytest.raises(CodecError, match="contiguous run"):
+        kernels.encode_slots((keys, values), [0], memory[::2], [0], runs, 0.15)
+
+
 def test_what_does_not_fit_a_kernel_is_copied_into_place(shim: ShimDevice) -> None:
     codec = codec_of((4, 4))
     keys, values = torch.randn(2, 1, 1, 16, 64), torch.randn(2, 1, 1, 16, 64)
