@@ -3,7 +3,8 @@
 Public names. Importing this package imports neither torch nor cupy; without a card everything says so clearly.
 
     status()                     (usable, reason), for `doctor`; never raises, imports no torch
-    cuda_codec_for(tensor)       kernels for a CUDA tensor, or None: go on with torch
+    absence()                    the reason alone, "" when usable, for quant.dispatch
+    cuda_codec_for(tensor, operation)   kernels for a CUDA tensor, or None: go on with torch
     cuda_device(index)           a device: streams, events, peer access, zero-copy views     (quant.cuda.runtime)
     PageCopier, PageSet, Fence   gather and scatter of pages on a stream                     (quant.cuda.pages)
     RegisteredHost               a host arena that the card reads and writes                 (quant.cuda.host_memory)
@@ -21,6 +22,7 @@ from quant.cuda.host_memory import RegisteredHost
 from quant.cuda.ipc import MemoryExporter, MemoryHandle, MemoryOpener
 from quant.cuda.pages import Fence, PageCopier, PageSet
 from quant.cuda.runtime import CudaDevice, cuda_device, first_line
+from quant.dispatch import implementation_of
 
 if TYPE_CHECKING:
     from quant.cuda.codec import CudaCodec
@@ -38,6 +40,7 @@ __all__ = [
     "PageSet",
     "RegisteredHost",
     "StaleMemoryError",
+    "absence",
     "cuda_codec_for",
     "cuda_device",
     "status",
@@ -46,13 +49,6 @@ __all__ = [
 _lock = threading.Lock()
 _reasons: dict[tuple[int, str], str | None] = {}  # (device index, element kind) -> why not
 _codecs: dict[int, CudaCodec] = {}
-_enabled = True
-
-
-def enable(on: bool) -> None:
-    """Whether `cuda_codec_for` may answer with kernels; off forces the torch path (tests, measurements)."""
-    global _enabled
-    _enabled = on
 
 
 def _check(device: CudaDevice, kind: str) -> str | None:
@@ -88,9 +84,19 @@ def status() -> tuple[bool, str]:
         return False, first_line(error)
 
 
-def cuda_codec_for(tensor: Any) -> CudaCodec | None:
-    """The kernels for a tensor's device and dtype; None on the CPU, without CuPy, or where they fail their test."""
-    if not tensor.is_cuda or not _enabled:
+def absence() -> str:
+    """Why the kernels cannot run here, "" when they can: `status` in the form that quant.dispatch asks for."""
+    usable, reason = status()
+    return "" if usable else reason
+
+
+def cuda_codec_for(tensor: Any, operation: str = "int4_encode") -> CudaCodec | None:
+    """The kernels for a tensor's device and dtype; None: go on with torch.
+
+    None for tensors on the CPU, where quant.dispatch decided on something else for the operation ("int4_encode",
+    "int4_decode"), and where the kernels of this device and dtype fail their self-test.
+    """
+    if not tensor.is_cuda or implementation_of(operation, "cuda") != "cuda":
         return None
     from quant.cuda.codec import KIND_OF, CudaCodec, TorchStream
 

@@ -100,6 +100,26 @@ def _aligned_rows(payload: torch.Tensor) -> bool:
     return payload.stride(-1) == 1 and not (payload.data_ptr() % UNIT_BYTES or payload.stride(0) % UNIT_BYTES)
 
 
+def _is_run(memory: torch.Tensor) -> bool:
+    return memory.stride() == (1,) and memory.data_ptr() % UNIT_BYTES == 0
+
+
+def _check_places(
+    places_bytes: torch.Tensor, memory: torch.Tensor, parts: Sequence[_Part], runs: Sequence[HeadRun]
+) -> None:
+    """CodecError for places int64 [N] on the CPU that are off the grid or where a block would leave the memory."""
+    last = max(
+        run.offset + part.counts.records // part.counts.blocks * part.layout.record_bytes
+        for run, part in zip(runs, parts, strict=True)
+    )
+    first, end = int(places_bytes.min()), int(places_bytes.max()) + last
+    if first < 0 or end > memory.nbytes or bool((places_bytes % UNIT_BYTES).any()):
+        raise CodecError(
+            f"places must be multiples of {UNIT_BYTES} with {last} bytes each inside {memory.nbytes}, "
+            f"got {places_bytes.tolist()[:8]}"
+        )
+
+
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     """An uninitialised tensor like it, contiguous and at the start of its own allocation."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -158,65 +178,55 @@ class CudaCodec:
         tensors: tuple[torch.Tensor, torch.Tensor | None],
         slots: Sequence[int],
         memory: torch.Tensor,
-        offsets: Sequence[int],
+        places_bytes: Sequence[int],
         runs: Sequence[HeadRun],
         error_bound: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Full slots straight into INT4 slots: bool [slots] accepted; the bytes of a refused one are unspecified.
 
         tensors: views of all full slots, keys [S, L, H, T, Dk] and values or None (Slab.keys_view, values_view).
-        memory: uint8, one dimension, contiguous (the slab); offsets: bytes of each INT4 slot in it, multiples of 16.
-        Raises CodecError for slots and offsets that are out of range or tensors that kernels cannot address.
+        memory: uint8 [bytes], contiguous (the slab); places_bytes: of each INT4 slot in it, multiples of 16.
+        None where kernels cannot address them so: gather the blocks first. CodecError for what is out of range.
         """
-        keys = tensors[0]
+        keys, values = tensors
+        if len(slots) != len(places_bytes) or not all(0 <= slot < keys.shape[0] for slot in slots):
+            raise CodecError(f"expected slots 0..{keys.shape[0] - 1} and a place for each, got {slots}, {places_bytes}")
+        if not (_fits(keys) and _is_run(memory)):
+            return None
+        if values is not None and not (_fits(values) and values.stride(0) == keys.stride(0)):
+            return None
         accepted = torch.ones(len(slots), dtype=torch.uint8, device=keys.device)
         if len(slots):
-            parts, tables = self._slot_parts(tensors, slots, memory, offsets, runs)
+            stride = keys.stride(0) * keys.element_size()
+            rows = [[slot * stride for slot in slots], list(places_bytes)]
+            tables = torch.tensor(rows, dtype=torch.int64).to(keys.device)
+            records = RecordPlace(memory.data_ptr(), 0, tables[1].data_ptr())
+            parts = _parts(keys, values, records, runs, (len(slots), tables.data_ptr()))
+            _check_places(torch.tensor(places_bytes), memory, parts, runs)
             self._encode(parts, accepted, keys.dtype, error_bound)
-            del tables  # enqueued: torch's allocator reuses memory in stream order
-        return accepted.view(torch.bool)
+        return accepted.view(torch.bool)  # the tables go now: torch's allocator reuses memory in stream order
 
     def decode_slots(
         self,
         memory: torch.Tensor,
-        offsets: Sequence[int],
+        places_bytes: torch.Tensor,
         tensors: tuple[torch.Tensor, torch.Tensor | None],
-        slots: Sequence[int],
         runs: Sequence[HeadRun],
-    ) -> None:
-        """INT4 slots straight into full slots; arguments as for encode_slots."""
-        if len(slots):
-            parts, tables = self._slot_parts(tensors, slots, memory, offsets, runs)
-            self._decode(parts, tensors[0].dtype)
-            del tables
+    ) -> bool:
+        """INT4 slots at byte offsets int64 [N] of memory into keys [N, L, H, T, Dk] and values. False as None above.
 
-    def _slot_parts(
-        self,
-        tensors: tuple[torch.Tensor, torch.Tensor | None],
-        slots: Sequence[int],
-        memory: torch.Tensor,
-        offsets: Sequence[int],
-        runs: Sequence[HeadRun],
-    ) -> tuple[list[_Part], torch.Tensor]:
-        """The parts, and the int64 [2, slots] tables of byte offsets on the device that they point into."""
+        Places on the device are taken as they are; looking at them would make the caller wait.
+        """
         keys, values = tensors
-        stride = keys.stride(0) * keys.element_size()
-        if len(offsets) != len(slots) or not all(0 <= slot < keys.shape[0] for slot in slots):
-            raise CodecError(f"expected slots 0..{keys.shape[0] - 1} and as many offsets, got {slots} and {offsets}")
-        if not _fits(keys) or (values is not None and (not _fits(values) or values.stride(0) != keys.stride(0))):
-            raise CodecError("slots must be views of one slab with contiguous rows")
-        tables = torch.tensor([[slot * stride for slot in slots], list(offsets)], dtype=torch.int64).to(keys.device)
-        records = RecordPlace(memory.data_ptr(), 0, tables[1].data_ptr())
-        parts = _parts(keys, values, records, runs, (len(slots), tables.data_ptr()))
-        block_bytes = max(
-            run.offset + part.counts.records // part.counts.blocks * part.layout.record_bytes
-            for run, part in zip(runs, parts, strict=True)
-        )
-        if memory.stride() != (1,) or memory.data_ptr() % UNIT_BYTES:
-            raise CodecError("memory must be one contiguous run of bytes")
-        if any(offset % UNIT_BYTES or not 0 <= offset <= memory.nbytes - block_bytes for offset in offsets):
-            raise CodecError(f"offsets must be multiples of {UNIT_BYTES} inside {memory.nbytes} bytes, got {offsets}")
-        return parts, tables
+        if not (_fits(keys) and _is_run(memory)) or (values is not None and not _fits(values)):
+            return False
+        if keys.shape[0]:
+            table = places_bytes.to(device=keys.device, dtype=torch.int64).contiguous()
+            parts = _parts(keys, values, RecordPlace(memory.data_ptr(), 0, table.data_ptr()), runs)
+            if places_bytes.device.type == "cpu":
+                _check_places(places_bytes, memory, parts, runs)
+            self._decode(parts, keys.dtype)
+        return True
 
     # ---- launches
 

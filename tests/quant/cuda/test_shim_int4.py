@@ -17,7 +17,7 @@ from quant.int4 import Int4Codec
 from quant.int4_records import decode_records, encode_records_checked
 from quant.record_layout import record_layout
 from quant.rotation import sign_list
-from quant.testing import CodecContract
+from quant.testing import CodecContract, bits_equal
 from tests.quant.cuda.inputs import DIMS, DTYPES, KINDS
 from tests.quant.cuda.int4_suite import check, codec_of, reference
 from tests.quant.cuda.shim import ORDERS, ShimDevice, run_on
@@ -59,7 +59,7 @@ def test_neither_thread_order_nor_flushed_subnormals_change_a_byte(shim: ShimDev
     """A missing barrier shows as a difference between orders; CuPy compiles with -ftz=true."""
     shim.order, shim.flush = order, flush
     for dims in ((64, 64), (80, 80), (128, 128), (256, 256)):
-        for name in ("normal", "subnormal", "tiny"):
+        for name in ("normal", "subnormal", "tiny", "large", "bits"):
             check(CudaCodec(shim), codec_of((4, 4)), name, dims, torch.float32, "cpu")
     check(CudaCodec(shim), codec_of((5, 3)), "normal", (96, 96), torch.float16, "cpu")
 
@@ -105,16 +105,8 @@ class _OnShim(Int4Codec):
 
     device: ShimDevice
 
-    def _encode_whole(
-        self, keys: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor, shape: BlockShape
-    ) -> torch.Tensor | None:
-        return CudaCodec(self.device).encode(keys, values, out, self._head_runs(shape), self._error_bound)
-
-    def _decode_whole(
-        self, payload: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, shape: BlockShape
-    ) -> bool:
-        CudaCodec(self.device).decode(payload, keys, values, self._head_runs(shape))
-        return True
+    def _cuda(self, operation: str, tensor: torch.Tensor) -> CudaCodec:
+        return CudaCodec(self.device)
 
 
 class TestContractBehindTheShim(CodecContract):
@@ -153,7 +145,7 @@ def test_a_bits_table_is_one_launch_a_run_of_heads(shim: ShimDevice) -> None:
 
 @pytest.mark.parametrize("dims", [(64, 64), (576, 0)])
 def test_slots_of_a_slab_are_coded_in_place(shim: ShimDevice, dims: tuple[int, int]) -> None:
-    """Scattered full slots into scattered INT4 slots of the same memory, and back, touching nothing else."""
+    """Scattered full slots into scattered INT4 slots, touching nothing else, and back."""
     codec, row = codec_of((4, 4)), 16 * sum(dims)
     slab = torch.randn(6, 2, 1, row)
     keys = slab[..., : 16 * dims[0]].view(6, 2, 1, 16, dims[0])
@@ -167,27 +159,35 @@ def test_slots_of_a_slab_are_coded_in_place(shim: ShimDevice, dims: tuple[int, i
     offsets, memory = [2 * size, 5 * size, 0], torch.full((6 * size,), 0xAB, dtype=torch.uint8)
     runs = codec._head_runs(BlockShape(2, 1, 16, *dims))
     kernels = CudaCodec(shim)
-    assert kernels.encode_slots((keys, values), slots, memory, offsets, runs, 0.15).tolist() == accepted.tolist()
+    flags = kernels.encode_slots((keys, values), slots, memory, offsets, runs, 0.15)
+    assert flags is not None
+    assert flags.tolist() == accepted.tolist()
     assert torch.equal(memory.view(6, size)[[2, 0]], payload[[0, 2]])
     assert bool((memory.view(6, size)[[1, 3, 4]] == 0xAB).all())
-    wanted = slab.clone()
-    parts = wanted[..., : 16 * dims[0]].view(keys.shape)[[0, 5]], None
-    if values is not None:
-        parts = parts[0], wanted[..., 16 * dims[0] :].view(values.shape)[[0, 5]]
-    codec.decode_into(payload[[2, 0]], *parts)
-    wanted[[0, 5], ..., : 16 * dims[0]] = parts[0].flatten(3)
-    if parts[1] is not None:
-        wanted[[0, 5], ..., 16 * dims[0] :] = parts[1].flatten(3)
-    kernels.decode_slots(memory, [0, 2 * size], (keys, values), [0, 5], runs)
-    assert torch.equal(slab, wanted)
-    assert kernels.encode_slots((keys, values), [], memory, [], runs, 0.15).shape == (0,)
-    for bad_slots, bad_offsets in (([6], [0]), ([-1], [0]), ([0], [8]), ([0], [6 * size - 16]), ([0, 1], [0])):
+    places = torch.tensor([2 * size, 0])
+    got = torch.zeros_like(keys[:2]), None if values is None else torch.zeros_like(values[:2])
+    expected = torch.zeros_like(got[0]), None if got[1] is None else torch.zeros_like(got[1])
+    codec.decode_into(payload[[0, 2]], *expected)
+    assert kernels.decode_slots(memory, places, got, runs)
+    assert bits_equal(got[0], expected[0])
+    assert bits_equal(got[1], expected[1])
+
+
+def test_slots_that_kernels_cannot_address_are_left_to_the_caller(shim: ShimDevice) -> None:
+    codec, kernels = codec_of((4, 4)), CudaCodec(shim)
+    keys, shape = torch.randn(6, 1, 1, 16, 64), BlockShape(1, 1, 16, 64, 0)
+    size, runs = codec.encoded_bytes(shape, keys.dtype), codec._head_runs(shape)
+    memory = torch.zeros(6 * size, dtype=torch.uint8)
+    assert kernels.encode_slots((keys, None), [], memory, [], runs, 0.15) is not None
+    assert kernels.encode_slots((keys.transpose(3, 4), None), [0], memory, [0], runs, 0.15) is None
+    assert kernels.encode_slots((keys, None), [0], memory[::2], [0], runs, 0.15) is None
+    assert kernels.encode_slots((keys, keys[::2]), [0], memory, [0], runs, 0.15) is None
+    assert not kernels.decode_slots(memory[1:], torch.tensor([0]), (keys[:1], None), runs)
+    for slots, places in (([6], [0]), ([-1], [0]), ([0], [8]), ([0], [-16]), ([0], [5 * size + 16]), ([0, 1], [0])):
         with pytest.raises(CodecError):
-            kernels.encode_slots((keys, values), bad_slots, memory, bad_offsets, runs, 0.15)
-    with pytest.raises(CodecError, match="views of one slab"):
-        kernels.encode_slots((keys.transpose(3, 4), values), [0], memory, [0], runs, 0.15)
-    with pytest.raises(CodecError, match="contiguous run"):
-        kernels.encode_slots((keys, values), [0], memory[::2], [0], runs, 0.15)
+            kernels.encode_slots((keys, None), slots, memory, places, runs, 0.15)
+    with pytest.raises(CodecError, match="multiples of 16"):
+        kernels.decode_slots(memory, torch.tensor([5 * size + 16]), (keys[:1], None), runs)
 
 
 def test_what_does_not_fit_a_kernel_is_copied_into_place(shim: ShimDevice) -> None:

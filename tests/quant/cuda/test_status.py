@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quant.cuda
-from quant import get_codec
+from quant import dispatch, get_codec
 from quant.cuda import CudaUnavailable, cuda_codec_for, cuda_device, status
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,14 +85,20 @@ def test_without_a_card_the_torch_path_runs() -> None:
     assert get_codec("int4").encode(keys, keys)
 
 
-def test_kernels_can_be_forced_off() -> None:
+def test_what_the_dispatch_decided_on_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnCard:
         is_cuda = True
 
-    quant.cuda.enable(False)
-    try:
-        assert cuda_codec_for(OnCard()) is None
-    finally:
-        quant.cuda.enable(True)
+    monkeypatch.setattr(quant.cuda, "implementation_of", lambda operation, device: "torch")
+    assert cuda_codec_for(OnCard(), "int4_decode") is None
+    monkeypatch.setattr(quant.cuda, "implementation_of", lambda operation, device: "cuda")
     with pytest.raises(AttributeError):
-        cuda_codec_for(OnCard())  # asked for its device: it would have been considered
+        cuda_codec_for(OnCard(), "int4_decode")  # asked for its device: it would have been considered
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a card")
+def test_the_dispatch_shows_the_reason() -> None:
+    assert quant.cuda.absence() == status()[1] != ""
+    for operation in ("int4_encode", "int4_decode", "page_copy"):
+        names = [name for name, _ in dispatch.decision(operation, "cuda").passed_over]
+        assert names == ["cuda", "torch"]
