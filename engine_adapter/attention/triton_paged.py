@@ -103,7 +103,7 @@ def pieces(dim: int, least: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
+class Decode:
     """Device copies of a SplitPlan's arrays, int64."""
 
     split: SplitPlan
@@ -120,7 +120,7 @@ class TritonPlan:
 
     cache: PagedCache
     group: int
-    decode: _Decode | None
+    decode: Decode | None
     rest: TorchPlan | None
     rest_rows: torch.Tensor | None
 
@@ -155,7 +155,9 @@ class TritonPagedAttention:
         if not slices:
             return TritonPlan(cache, group, None, torch_plan, None)
         rows = cache.tensor(np.concatenate(rest_rows)) if rest else None
-        return TritonPlan(cache, group, self._ready(cache, group, slices), torch_plan, rows)
+        programs = self._programs or _programs_of(cache.device)
+        decode = plan_decode(cache, group, slices, programs, self._item_tokens_min)
+        return TritonPlan(cache, group, decode, torch_plan, rows)
 
     def attend(
         self,
@@ -180,20 +182,23 @@ class TritonPagedAttention:
             rows = plan.rest_rows
             given = None if values is None else values[rows]
             out[rows] = self._torch.attend(plan.rest, layer, query[rows], keys[rows], given, settings)
-        _launch(plan, plan.decode, layer, query, settings, out)
+        for call in kernel_calls(plan, layer, query, settings, out):
+            call.kernel[call.grid](*call.arguments, **call.constants)
         return out
 
-    def _ready(self, cache: PagedCache, group: int, slices: list[DecodeSlice]) -> _Decode:
-        programs = self._programs
-        if programs is None:
-            device = cache.device
-            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-            programs = PROGRAMS_PER_PROCESSOR * processors
-        items = -(-programs // cache.geometry.groups[group].kv_heads)
-        least = -(-self._item_tokens_min // cache.geometry.block_tokens)
-        split = split_decode(slices, item_blocks_for(items, slices, least))
-        arrays = (split.entries, split.numbers, split.items, split.sequences, split.tokens)
-        return _Decode(split, *_one_copy(cache, arrays))
+
+def plan_decode(cache: PagedCache, group: int, slices: list[DecodeSlice], programs: int, item_tokens: int) -> Decode:
+    """Cut the slices (at least one) into items of at least item_tokens, for about so many programs a launch."""
+    items = -(-programs // cache.geometry.groups[group].kv_heads)
+    least = -(-item_tokens // cache.geometry.block_tokens)
+    split = split_decode(slices, item_blocks_for(items, slices, least))
+    arrays = (split.entries, split.numbers, split.items, split.sequences, split.tokens)
+    return Decode(split, *_one_copy(cache, arrays))
+
+
+def _programs_of(device: torch.device) -> int:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return PROGRAMS_PER_PROCESSOR * processors
 
 
 def covers(cache: PagedCache, group: int) -> bool:
@@ -218,42 +223,61 @@ def _one_copy(cache: PagedCache, arrays: tuple[Int64Array, ...]) -> tuple[torch.
     return tuple(moved[start : start + array.size] for start, array in zip(starts, arrays, strict=True))
 
 
-def _launch(
-    plan: TritonPlan,
-    decode: _Decode,
-    layer: int,
-    query: torch.Tensor,
-    settings: AttentionSettings,
-    out: torch.Tensor,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A launch: kernel[grid](*arguments, **constants)."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def kernel_calls(
+    plan: TritonPlan, layer: int, query: torch.Tensor, settings: AttentionSettings, out: torch.Tensor
+) -> tuple[KernelCall, KernelCall]:
+    """The launches that attend the decode slices of a plan in one layer; one after the other, on one stream."""
     from engine_adapter.attention.triton_kernels.decode import combine_splits, paged_decode
 
-    group = plan.cache.geometry.groups[plan.group]
+    decode = plan.decode
+    assert decode is not None
+    group, split = plan.cache.geometry.groups[plan.group], decode.split
     groups, value_dim = query.shape[1] // group.kv_heads, out.shape[-1]
-    row_count = decode.split.partial_tokens * query.shape[1]
+    row_count = split.partial_tokens * query.shape[1]
     scratch = query.new_empty(row_count * (value_dim + 2), dtype=torch.float32)
     sums, peaks, totals = scratch.split((row_count * value_dim, row_count, row_count))
-    tiles = tiles_for(groups * decode.split.tokens_max, group.key_dim, value_dim, query.element_size())
-    tile_count = -(-groups * decode.split.tokens_max // tiles.rows)
-    paged_decode[(len(decode.split.items) * tile_count, group.kv_heads)](
-        query, *query.stride(),
-        *_full_arguments(plan, layer), *_cold_arguments(plan, layer),
-        decode.entries, decode.numbers, decode.items, decode.sequences, tile_count,
-        *_scoring(settings, group.window_tokens), sums, peaks, totals,
-        **decode_constants(plan.cache, plan.group, query, settings, tiles, cold=decode.split.cold),
-        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+    tiles = tiles_for(groups * split.tokens_max, group.key_dim, value_dim, query.element_size())
+    tile_count = -(-groups * split.tokens_max // tiles.rows)
+    attend = KernelCall(
+        paged_decode,
+        (len(split.items) * tile_count, group.kv_heads),
+        (
+            query, *query.stride(), *_full_arguments(plan, layer), *_cold_arguments(plan, layer),
+            decode.entries, decode.numbers, decode.items, decode.sequences, tile_count,
+            *_scoring(settings, group.window_tokens), sums, peaks, totals,
+        ),
+        _decode_constants(plan, query, settings, tiles)
+        | {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True},
     )  # fmt: skip
-    rotated = decode.split.cold and group.value_dim > 0
-    sinks = sums if settings.sinks is None else settings.sinks.to(out.device, torch.float32).contiguous()
-    turn = _turn_back(value_dim, out.device) if rotated else sums
+    rotated = split.cold and group.value_dim > 0
     padded = 1 << (value_dim - 1).bit_length()
-    combine_splits[(len(decode.split.tokens), query.shape[1])](
-        sums, peaks, totals, decode.entries, decode.items, decode.sequences, decode.tokens, sinks, turn,
-        out, out.stride(0), out.stride(1),
-        KV_HEADS=group.kv_heads, GROUPS=groups, VALUE_DIM=value_dim, PADDED_DIM=padded,
-        SINKS=settings.sinks is not None, ROTATED=rotated, STAGES=hadamard_size(value_dim).bit_length() - 1,
-        num_warps=max(1, min(4, padded // 128)), enable_fp_fusion=True,
+    combine = KernelCall(
+        combine_splits,
+        (len(split.tokens), query.shape[1]),
+        (
+            sums, peaks, totals, decode.entries, decode.items, decode.sequences, decode.tokens,
+            sums if settings.sinks is None else settings.sinks.to(out.device, torch.float32).contiguous(),
+            _turn_back(value_dim, out.device) if rotated else sums,
+            out, out.stride(0), out.stride(1),
+        ),
+        {
+            "KV_HEADS": group.kv_heads, "GROUPS": groups, "VALUE_DIM": value_dim, "PADDED_DIM": padded,
+            "SINKS": settings.sinks is not None, "ROTATED": rotated,
+            "STAGES": hadamard_size(value_dim).bit_length() - 1,
+            "num_warps": max(1, min(4, padded // 128)), "enable_fp_fusion": True,
+        },
     )  # fmt: skip
+    return attend, combine
 
 
 def _full_arguments(plan: TritonPlan, layer: int) -> tuple[Any, ...]:
@@ -290,15 +314,16 @@ def _scoring(settings: AttentionSettings, window_tokens: int | None) -> tuple[fl
     return settings.scaling / settings.softcap, settings.softcap * _LOG2_E, window_tokens or 0
 
 
-def decode_constants(
-    cache: PagedCache, number: int, query: torch.Tensor, settings: AttentionSettings, tiles: Tiles, *, cold: bool
+def _decode_constants(
+    plan: TritonPlan, query: torch.Tensor, settings: AttentionSettings, tiles: Tiles
 ) -> dict[str, Any]:
     """What paged_decode is compiled for."""
     import triton.language as tl
 
     from engine_adapter.attention.triton_kernels.cold import Layout
 
-    group = cache.geometry.groups[number]
+    assert plan.decode is not None
+    group = plan.cache.geometry.groups[plan.group]
     latent = group.value_dim == 0
     value_dim = settings.latent_value_dim if latent else group.value_dim
     assert value_dim is not None
@@ -318,10 +343,10 @@ def decode_constants(
         "KEY_DIM": group.key_dim,
         "VALUE_DIM": value_dim,
         "LATENT": latent,
-        "BLOCK_TOKENS": cache.geometry.block_tokens,
+        "BLOCK_TOKENS": plan.cache.geometry.block_tokens,
         "SOFTCAP": settings.softcap is not None,
         "WINDOW": group.window_tokens is not None,
-        "COLD": cold,
+        "COLD": plan.decode.split.cold,
         "LAYOUT": layout,
         "ARITH": _arithmetic(tl, query.dtype),
         "COLD_ARITH": tl.float32 if query.dtype == torch.float32 else tl.float16,

@@ -168,8 +168,8 @@ def _score(
     keys = ()
     for i in tl.static_range(len(KEY_PIECES)):
         low, high = _keys(records, first, first_of_run, KEY_PIECES[i][0], KEY_PIECES[i][1], LINES, LAYOUT, ARITH)
-        scores = tl.dot(query[2 * i], low, scores, input_precision="ieee")
-        scores = tl.dot(query[2 * i + 1], high, scores, input_precision="ieee")
+        scores = tl.dot(query[2 * i], low, scores, input_precision="tf32x3")
+        scores = tl.dot(query[2 * i + 1], high, scores, input_precision="tf32x3")
         keys = keys + (low, high)
     return scores, keys
 
@@ -237,7 +237,7 @@ def attend_cold(
                 records.words, first_of_half, VALUE_PIECES[i][0], VALUE_PIECES[i][1], VALUE_DIM, LAYOUT.value_codes,
                 ARITH,
             )  # fmt: skip
-            new = new + (sums[i] * decay[:, None] + tl.dot(folded, codes, input_precision="ieee") * top,)
+            new = new + (sums[i] * decay[:, None] + tl.dot(folded, codes, input_precision="tf32x3") * top,)
         sums = new
     store_partial(partial, rows.live, peak, total)
     for i in tl.static_range(len(VALUE_PIECES)):
@@ -273,14 +273,23 @@ def attend_cold_latent(
         new = ()
         for i in tl.static_range(2 * len(KEY_PIECES)):
             if 4 * KEY_PIECES[i // 2][0] + i % 2 * HALF < VALUE_DIM:
-                found = tl.dot(folded, tl.trans(keys[i]), input_precision="ieee")
+                found = tl.dot(folded, tl.trans(keys[i]), input_precision="tf32x3")
                 new = new + (sums[i] * decay[:, None] + found * top,)
             else:
                 new = new + (sums[i],)
         sums = new
     store_partial(partial, rows.live, peak, total)
     for i in tl.static_range(2 * len(KEY_PIECES)):
-        first_channel: tl.constexpr = 4 * KEY_PIECES[i // 2][0] + i % 2 * HALF
-        # A padded piece of the lower half ends before the upper half begins.
-        END: tl.constexpr = min(VALUE_DIM, HALF if i % 2 == 0 else KEY_DIM)
-        store_sums(partial, rows.live, sums[i], first_channel, 4 * KEY_PIECES[i // 2][1], END, VALUE_DIM)
+        # A padded piece of the lower half must not reach into the upper one.
+        _store_half(
+            partial, rows.live, sums[i], 4 * KEY_PIECES[i // 2][0] + i % 2 * HALF, 4 * KEY_PIECES[i // 2][1],
+            HALF + i % 2 * HALF, VALUE_DIM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_half(
+    partial, live, summed, FIRST: tl.constexpr, WIDTH: tl.constexpr, HALF_END: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    END: tl.constexpr = HALF_END if HALF_END < VALUE_DIM else VALUE_DIM
+    store_sums(partial, live, summed, FIRST, WIDTH, END, VALUE_DIM)

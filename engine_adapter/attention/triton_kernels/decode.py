@@ -75,15 +75,11 @@ def paged_decode(
 
 
 @triton.jit
-def _hadamard(row, DIM: tl.constexpr, STAGES: tl.constexpr):
-    """Butterflies over float32 [DIM], in blocks of 2 ** STAGES."""
-    for stage in tl.static_range(STAGES):
-        STEP: tl.constexpr = 1 << stage
-        pairs = tl.permute(tl.reshape(row, (DIM // (2 * STEP), 2, STEP)), (0, 2, 1))
-        first, second = tl.split(pairs)
-        pairs = tl.permute(tl.join(first + second, first - second), (0, 2, 1))
-        row = tl.reshape(pairs, (DIM,))
-    return row
+def _butterflies(row, DIM: tl.constexpr, STEP: tl.constexpr):
+    """(a + b, a - b) for all pairs of channels STEP apart, of float32 [DIM]."""
+    pairs = tl.permute(tl.reshape(row, (DIM // (2 * STEP), 2, STEP)), (0, 2, 1))
+    first, second = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (DIM,))
 
 
 @triton.jit
@@ -129,7 +125,9 @@ def combine_splits(
         peak = new
     if ROTATED:
         turn_back = tl.load(turn + channel, mask=mask, other=0.0)
-        plain += _hadamard(turned, PADDED_DIM, STAGES) * turn_back
+        for stage in tl.static_range(STAGES):
+            turned = _butterflies(turned, PADDED_DIM, 1 << stage)
+        plain += turned * turn_back
     step_row = tl.load(sequence) + number
     at_out = out + step_row * out_token_stride + head * out_head_stride + channel
     tl.store(at_out, (plain / total).to(out.dtype.element_ty), mask=mask)

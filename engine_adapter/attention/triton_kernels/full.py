@@ -17,9 +17,9 @@ from engine_adapter.attention.triton_kernels.parts import load_query, store_part
 def _add_weighted(summed, decay, weights, values, ARITH: tl.constexpr):
     """summed * decay + weights @ values. bfloat16 weights go in two parts, so that they lose nothing that counts."""
     first = weights.to(ARITH)
-    summed = tl.dot(first, values, summed * decay[:, None], input_precision="ieee")
+    summed = tl.dot(first, values, summed * decay[:, None], input_precision="tf32x3")
     if ARITH == tl.bfloat16:
-        summed = tl.dot((weights - first.to(tl.float32)).to(ARITH), values, summed, input_precision="ieee")
+        summed = tl.dot((weights - first.to(tl.float32)).to(ARITH), values, summed, input_precision="tf32x3")
     return summed
 
 
@@ -55,7 +55,7 @@ def attend_full(
             channel = KEY_PIECES[i][0] + tl.arange(0, KEY_PIECES[i][1])
             mask = there[None, :] & (channel < KEY_DIM)[:, None]
             piece = tl.load(key_at[None, :] + channel[:, None], mask=mask, other=0.0).to(ARITH)
-            scores = tl.dot(query[i], piece, scores, input_precision="ieee")
+            scores = tl.dot(query[i], piece, scores, input_precision="tf32x3")
             found = found + (piece,)
         weights, decay, peak, total = weigh(
             scores, scoring, peak, total, rows.position, key_position, there, SOFTCAP, WINDOW
