@@ -9,24 +9,28 @@ A backend object is used by the thread that runs the model and keeps nothing bet
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import re
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 
 from allocator import UsageError
 from engine_adapter.attention import AttentionSettings
-from engine_adapter.attention.split_plan import DecodeSlice, SplitPlan, item_blocks_for, split_decode
+from engine_adapter.attention.split_plan import DecodeSlice
 from engine_adapter.attention.step_plan import BATCHED_QUERIES_MAX
-from engine_adapter.attention.torch_paged import TorchPagedAttention, TorchPlan
-from engine_adapter.batch import Int64Array, StepBatch
+from engine_adapter.attention.torch_paged import TorchPagedAttention
+from engine_adapter.attention.triton_launch import (
+    DTYPES,
+    TritonPlan,
+    covers,
+    interpreted,
+    kernel_calls,
+    plan_decode,
+)
+from engine_adapter.batch import StepBatch
 from engine_adapter.paged_cache import PagedCache
-from quant import BlockShape
-from quant.record_layout import RUN_TOKENS, record_layout
-from quant.rotation import hadamard_size, signs, unit
 
 MIN_TRITON = (3, 9)
 """Oldest Triton that the kernels have been compiled with: they hand tuples to each other."""
@@ -34,31 +38,39 @@ MIN_CAPABILITY = (8, 0)
 ITEM_TOKENS_MIN = 128
 """A shorter item would spend much of its time on writing partial results."""
 PROGRAMS_PER_PROCESSOR = 4
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LOG2_E = math.log2(math.e)
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU in its interpreter (TRITON_INTERPRET=1): for tests."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+CHECK_ERROR = 2e-3
+"""Relative error that the self-test, in float16, may have."""
 
 
 @lru_cache(maxsize=1)
 def status() -> tuple[bool, str]:
-    """Whether the kernels can run in this process, and which way or why not. Never raises."""
+    """Whether the kernels run in this process, and which way or why not. Never raises.
+
+    The first call on a device compiles and runs a small case of both forms and compares it with torch.
+    """
     try:
-        import triton
-    except Exception as error:  # a broken installation is as good as none
-        return False, f"triton cannot be imported: {error}"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < MIN_TRITON:
+        found, reason = _environment()
+        if found and not interpreted():
+            from engine_adapter.attention.triton_check import device_error
+
+            error = device_error()
+            if not error < CHECK_ERROR:
+                return False, f"{reason}: wrong result in the self-test, error {error:.1e}"
+        return found, reason
+    except Exception as error:  # whatever is broken here, torch still works
+        return False, f"triton does not work here: {type(error).__name__}: {error}"
+
+
+def _environment() -> tuple[bool, str]:
+    import triton
+
+    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    if found is None or (int(found[1]), int(found[2])) < MIN_TRITON:
         return False, f"triton {triton.__version__} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     if interpreted():
         return True, f"triton {triton.__version__}, interpreted on the CPU"
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return False, f"triton {triton.__version__} is there, but torch {torch.__version__} sees no CUDA device"
+        return False, f"triton {triton.__version__} is installed, but torch {torch.__version__} sees no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         return False, f"compute capability {capability[0]}.{capability[1]} is below 8.0"
@@ -69,60 +81,6 @@ def supports(device: torch.device | str) -> bool:
     """Whether the kernels can read a slab on this device."""
     wanted = torch.device(device).type
     return status()[0] and wanted == ("cpu" if interpreted() else "cuda")
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Shape of a program: query rows, tokens of a step over full and over INT4 blocks, warps, pipeline stages."""
-
-    rows: int
-    tokens: int
-    cold_tokens: int
-    warps: int
-    stages: int
-
-
-def tiles_for(rows: int, key_dim: int, value_dim: int, dtype_bytes: int) -> Tiles:
-    """What fits registers and the 99 KiB of shared memory of the smallest supported device (`make compile-matrix`)."""
-    widest = max(key_dim, value_dim)
-    if widest > 256:
-        return Tiles(16, 32 if dtype_bytes == 2 else 16, 32, 4, 2)
-    tile_rows = 16 if rows <= 16 else 32
-    if widest > 128:
-        return Tiles(tile_rows, 32, 32, 4, 2)
-    return Tiles(tile_rows, 64 if dtype_bytes == 2 else 32, 64, 4, 2)
-
-
-def pieces(dim: int, least: int) -> tuple[tuple[int, int], ...]:
-    """(first, width) of one or two powers of two, none below `least`, that cover dim; the last may reach past it."""
-    first = max(least, 1 << (dim.bit_length() - 1))
-    rest = dim - first
-    if rest <= 0:
-        return ((0, first),)
-    return ((0, first), (first, max(least, 1 << (rest - 1).bit_length())))
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """Device copies of a SplitPlan's arrays, int64."""
-
-    split: SplitPlan
-    entries: torch.Tensor
-    numbers: torch.Tensor
-    items: torch.Tensor
-    sequences: torch.Tensor
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """A step for one cache group. rest: what torch attends, rows [tokens] of the step; rows None: the whole step."""
-
-    cache: PagedCache
-    group: int
-    decode: Decode | None
-    rest: TorchPlan | None
-    rest_rows: torch.Tensor | None
 
 
 class TritonPagedAttention:
@@ -142,6 +100,10 @@ class TritonPagedAttention:
         """See AttentionBackend.plan."""
         if not supports(cache.device) or not covers(cache, group):
             return TritonPlan(cache, group, None, self._torch.plan(cache, group, batch), None)
+        return self.plan_covered(cache, group, batch)
+
+    def plan_covered(self, cache: PagedCache, group: int, batch: StepBatch) -> TritonPlan:
+        """plan() where support is known: the kernels take all slices of few tokens, torch the rest."""
         block_tokens, window = cache.geometry.block_tokens, cache.geometry.groups[group].window_tokens
         slices, rest, rest_rows, row = [], [], [], 0
         for part in batch:
@@ -172,8 +134,8 @@ class TritonPagedAttention:
         if plan.decode is None:
             assert plan.rest is not None
             return self._torch.attend(plan.rest, layer, query, keys, values, settings)
-        if query.dtype not in _DTYPES:
-            raise UsageError(f"the triton backend takes queries of {[str(one) for one in _DTYPES]}, got {query.dtype}")
+        if query.dtype not in DTYPES:
+            raise UsageError(f"the triton backend takes queries of {[str(one) for one in DTYPES]}, got {query.dtype}")
         value_dim = plan.cache.geometry.groups[plan.group].value_dim or settings.latent_value_dim
         if value_dim is None:
             raise UsageError("a layer without V needs settings.latent_value_dim")
@@ -182,190 +144,13 @@ class TritonPagedAttention:
             rows = plan.rest_rows
             given = None if values is None else values[rows]
             out[rows] = self._torch.attend(plan.rest, layer, query[rows], keys[rows], given, settings)
-        for call in kernel_calls(plan, layer, query, settings, out):
-            call.kernel[call.grid](*call.arguments, **call.constants)
+        device = plan.cache.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current one
+            for call in kernel_calls(plan, layer, query, settings, out):
+                call.kernel[call.grid](*call.arguments, **call.constants)
         return out
-
-
-def plan_decode(cache: PagedCache, group: int, slices: list[DecodeSlice], programs: int, item_tokens: int) -> Decode:
-    """Cut the slices (at least one) into items of at least item_tokens, for about so many programs a launch."""
-    items = -(-programs // cache.geometry.groups[group].kv_heads)
-    least = -(-item_tokens // cache.geometry.block_tokens)
-    split = split_decode(slices, item_blocks_for(items, slices, least))
-    arrays = (split.entries, split.numbers, split.items, split.sequences, split.tokens)
-    return Decode(split, *_one_copy(cache, arrays))
 
 
 def _programs_of(device: torch.device) -> int:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return PROGRAMS_PER_PROCESSOR * processors
-
-
-def covers(cache: PagedCache, group: int) -> bool:
-    """Whether the kernels know the group's dtype, dims and codec."""
-    found = cache.geometry.groups[group]
-    if cache.dtype not in _DTYPES or found.key_dim % 8 or found.value_dim % 8:
-        return False
-    codec: Any = cache.cold_codec
-    return codec is None or (codec.name == "int4" and not codec.bits.rows and codec.bits.uniform == (4, 4))
-
-
-def _one_copy(cache: PagedCache, arrays: tuple[Int64Array, ...]) -> tuple[torch.Tensor, ...]:
-    """The arrays on the device by a single copy, each flat and 16-byte aligned (else a kernel is compiled anew)."""
-    starts, at = [], 0
-    for array in arrays:
-        starts.append(at)
-        at += array.size + array.size % 2
-    whole = np.zeros(at, np.int64)
-    for start, array in zip(starts, arrays, strict=True):
-        whole[start : start + array.size] = array.reshape(-1)
-    moved = cache.tensor(whole)
-    return tuple(moved[start : start + array.size] for start, array in zip(starts, arrays, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCall:
-    """A launch: kernel[grid](*arguments, **constants)."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-def kernel_calls(
-    plan: TritonPlan, layer: int, query: torch.Tensor, settings: AttentionSettings, out: torch.Tensor
-) -> tuple[KernelCall, KernelCall]:
-    """The launches that attend the decode slices of a plan in one layer; one after the other, on one stream."""
-    from engine_adapter.attention.triton_kernels.decode import combine_splits, paged_decode
-
-    decode = plan.decode
-    assert decode is not None
-    group, split = plan.cache.geometry.groups[plan.group], decode.split
-    groups, value_dim = query.shape[1] // group.kv_heads, out.shape[-1]
-    row_count = split.partial_tokens * query.shape[1]
-    scratch = query.new_empty(row_count * (value_dim + 2), dtype=torch.float32)
-    sums, peaks, totals = scratch.split((row_count * value_dim, row_count, row_count))
-    tiles = tiles_for(groups * split.tokens_max, group.key_dim, value_dim, query.element_size())
-    tile_count = -(-groups * split.tokens_max // tiles.rows)
-    attend = KernelCall(
-        paged_decode,
-        (len(split.items) * tile_count, group.kv_heads),
-        (
-            query, *query.stride(), *_full_arguments(plan, layer), *_cold_arguments(plan, layer),
-            decode.entries, decode.numbers, decode.items, decode.sequences, tile_count,
-            *_scoring(settings, group.window_tokens), sums, peaks, totals,
-        ),
-        _decode_constants(plan, query, settings, tiles)
-        | {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True},
-    )  # fmt: skip
-    rotated = split.cold and group.value_dim > 0
-    padded = 1 << (value_dim - 1).bit_length()
-    combine = KernelCall(
-        combine_splits,
-        (len(split.tokens), query.shape[1]),
-        (
-            sums, peaks, totals, decode.entries, decode.items, decode.sequences, decode.tokens,
-            sums if settings.sinks is None else settings.sinks.to(out.device, torch.float32).contiguous(),
-            _turn_back(value_dim, out.device) if rotated else sums,
-            out, out.stride(0), out.stride(1),
-        ),
-        {
-            "KV_HEADS": group.kv_heads, "GROUPS": groups, "VALUE_DIM": value_dim, "PADDED_DIM": padded,
-            "SINKS": settings.sinks is not None, "ROTATED": rotated,
-            "STAGES": hadamard_size(value_dim).bit_length() - 1,
-            "num_warps": max(1, min(4, padded // 128)), "enable_fp_fusion": True,
-        },
-    )  # fmt: skip
-    return attend, combine
-
-
-def _full_arguments(plan: TritonPlan, layer: int) -> tuple[Any, ...]:
-    """keys and values (first slot of this layer), elements of a slot and of a head."""
-    _, position = plan.cache.place(layer)
-    keys = plan.cache.slab.keys_view(plan.group)[:, position]
-    values = plan.cache.slab.values_view(plan.group)[:, position] if plan.cache.geometry.groups[plan.group].value_dim else keys
-    return keys, values, keys.stride(0), keys.stride(1)
-
-
-def _cold_arguments(plan: TritonPlan, layer: int) -> tuple[Any, ...]:
-    """The slab as int32; slots of an extent; words of an extent, of a slot, before this layer, and of a head."""
-    cache, group = plan.cache, plan.cache.geometry.groups[plan.group]
-    layout, number = cache.slab.layout, 2 * plan.group + 1
-    words = cache.slab.bytes[: layout.total_bytes // 16 * 16].view(torch.int32)
-    codec: Any = cache.cold_codec
-    if codec is None:
-        return words, 1, 0, 0, 0, 0
-    _, position = cache.place(layer)
-    shape = BlockShape(len(group.layers), group.kv_heads, cache.geometry.block_tokens, group.key_dim, group.value_dim)
-    head_bytes = cache.geometry.block_tokens // RUN_TOKENS * record_layout(group.key_dim, group.value_dim).record_bytes
-    first = position * group.kv_heads * head_bytes
-    assert first == codec.head_offsets(shape)[position][0]
-    return (
-        words, layout.per_extent[number], layout.extent_bytes // 4, layout.slot_bytes[number] // 4, first // 4,
-        head_bytes // 4,
-    )  # fmt: skip
-
-
-def _scoring(settings: AttentionSettings, window_tokens: int | None) -> tuple[float, float, int]:
-    """Factor on products, softcap (0: none), window (0: none); scores come out in units of log2."""
-    if settings.softcap is None:
-        return settings.scaling * _LOG2_E, 0.0, window_tokens or 0
-    return settings.scaling / settings.softcap, settings.softcap * _LOG2_E, window_tokens or 0
-
-
-def _decode_constants(
-    plan: TritonPlan, query: torch.Tensor, settings: AttentionSettings, tiles: Tiles
-) -> dict[str, Any]:
-    """What paged_decode is compiled for."""
-    import triton.language as tl
-
-    from engine_adapter.attention.triton_kernels.cold import Layout
-
-    assert plan.decode is not None
-    group = plan.cache.geometry.groups[plan.group]
-    latent = group.value_dim == 0
-    value_dim = settings.latent_value_dim if latent else group.value_dim
-    assert value_dim is not None
-    found = record_layout(group.key_dim, group.value_dim)
-    layout = Layout(
-        record=found.record_bytes // 4,
-        value_codes=found.value_codes // 4,
-        key_scales=found.key_scales // 4,
-        key_zeros=found.key_zeros // 4,
-        value_scales=found.value_scales // 4,
-        bases=found.key_base // 4,
-    )
-    key_pieces = pieces(group.key_dim, 16)
-    return {
-        "KV_HEADS": group.kv_heads,
-        "GROUPS": query.shape[1] // group.kv_heads,
-        "KEY_DIM": group.key_dim,
-        "VALUE_DIM": value_dim,
-        "LATENT": latent,
-        "BLOCK_TOKENS": plan.cache.geometry.block_tokens,
-        "SOFTCAP": settings.softcap is not None,
-        "WINDOW": group.window_tokens is not None,
-        "COLD": plan.decode.split.cold,
-        "LAYOUT": layout,
-        "ARITH": _arithmetic(tl, query.dtype),
-        "COLD_ARITH": tl.float32 if query.dtype == torch.float32 else tl.float16,
-        "KEY_PIECES": key_pieces,
-        "VALUE_PIECES": key_pieces[: 1 if value_dim <= key_pieces[0][1] else 2] if latent else pieces(value_dim, 16),
-        "LINE_PIECES": pieces(group.key_dim // 8, 4),
-        "ROWS": tiles.rows,
-        "TILE": tiles.tokens,
-        "COLD_TILE": tiles.cold_tokens,
-    }
-
-
-def _arithmetic(tl: Any, dtype: torch.dtype) -> Any:
-    if dtype == torch.bfloat16:
-        return tl.float32 if interpreted() else tl.bfloat16  # the interpreter's products of bfloat16 are wrong
-    return tl.float16 if dtype == torch.float16 else tl.float32
-
-
-@lru_cache(maxsize=16)
-def _turn_back(value_dim: int, device: torch.device) -> torch.Tensor:
-    """float32[value_dim]: what each channel is multiplied by after the butterflies."""
-    return signs(value_dim, device) * unit(value_dim)

@@ -10,7 +10,8 @@ Offsets inside the slab and a record are in words of 32 bits. K's pieces count *
 the lower half of the dim and four of the upper. Called by decode.py.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
+# ruff: noqa: N803, N806, PLR0913, RUF005  (the language of kernels: constants in capitals, many arguments, tuples)
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ def _first_words(run, blocks, records, RUNS: tl.constexpr, RECORD: tl.constexpr)
 
 
 @triton.jit
-def _scaled_keys(words, packed, first_of_run, line, there, SCALES: tl.constexpr, ZEROS: tl.constexpr, ARITH: tl.constexpr):
+def _scaled_keys(
+    words, packed, first_of_run, line, there, SCALES: tl.constexpr, ZEROS: tl.constexpr, ARITH: tl.constexpr
+):
     """(code - zero) * e4m3, ARITH [4 W, tokens], from codes int32 [W, tokens] of four channels a word.
 
     line: int32[W], word of the scales of the record that belongs to each word of codes. first_of_run: int64[runs].
@@ -188,9 +191,7 @@ def _places(begin, blocks, records, BLOCK_TOKENS: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _fold_values(
-    weights, bases, records, first, VALUE_SCALES: tl.constexpr, ARITH: tl.constexpr, TILE: tl.constexpr
-):
+def _fold_values(weights, bases, records, first, VALUE_SCALES: tl.constexpr, ARITH: tl.constexpr, TILE: tl.constexpr):
     """V's scales into the weights: ARITH [rows, tokens], to be multiplied by `top`, and sum of weight times zero."""
     token = tl.arange(0, TILE) % 16
     octet = records.words.to(tl.pointer_type(tl.uint8)) + 4 * (first + VALUE_SCALES)

@@ -6,7 +6,8 @@ and the weights' total, all in units of log2. `combine_splits` joins them per to
 back from the codec's rotated space, adds sinks and divides. Launched by triton_paged.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
+# ruff: noqa: N803, PLR0913  (the language of kernels: constants in capitals, many arguments, tuples)
 
 from __future__ import annotations
 

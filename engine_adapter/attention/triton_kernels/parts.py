@@ -4,7 +4,8 @@ Device functions have no types of Python's: an argument is a pointer, a number o
 says. Nothing runs at import.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
+# ruff: noqa: N803  (the language of kernels: constants in capitals, many arguments, tuples)
 
 from __future__ import annotations
 
