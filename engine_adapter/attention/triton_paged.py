@@ -145,7 +145,8 @@ class TritonPagedAttention:
             given = None if values is None else values[rows]
             out[rows] = self._torch.attend(plan.rest, layer, query[rows], keys[rows], given, settings)
         device = plan.cache.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current one
+        # Triton launches on the current device, whatever its arguments lie on.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for call in kernel_calls(plan, layer, query, settings, out):
                 call.kernel[call.grid](*call.arguments, **call.constants)
         return out
