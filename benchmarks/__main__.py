@@ -17,11 +17,12 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks.report import markdown
 from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
 
-SUITES = ("pool", "fidelity", "loop")
+SUITES = ("pool", "fidelity", "loop", "decode", "attention")
 Suite = Callable[[Options], Iterable[Row]]
 
 
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
         parser.error(f"unknown suite {', '.join(unknown) or '(none)'}: choose from {', '.join(SUITES)}")
+    models = {model for name in names for model in getattr(_suite(name), "MODELS", ())}
+    if strange := sorted(set(asked.model) - models):
+        parser.error(f"--model: unknown {', '.join(strange)}: choose from {', '.join(sorted(models)) or '(none)'}")
     if asked.rounds < 1:
         parser.error(f"--rounds: got {asked.rounds}, expected 1 or more")
     for name, target in (("--json", asked.json), ("--report", asked.report)):
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(environment(asked.seed), [])
     failed = False
     for name in names:
-        suite: Suite = importlib.import_module(f"benchmarks.suites.{name}").rows
+        suite: Suite = _suite(name).rows
         try:
             for row in suite(options):
                 report.rows.append(row)
@@ -56,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = f"python -m benchmarks --suite {asked.suite}"
         _write(asked.report, markdown(report, command))
     return 1 if failed else 0
+
+
+def _suite(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.suites.{name}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -115,6 +115,19 @@ def interleaved(
             if round_number >= 0:
                 samples.append(sample)
     return mine, other
+
+
+def rotated(sides: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """`interleaved` for any number of sides: every round begins with the next one. One unrecorded round warms up."""
+    names = list(sides)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(-1, rounds):
+        first = round_number % len(names)
+        for name in (*names[first:], *names[:first]):
+            sample = sides[name](round_number)
+            if round_number >= 0:
+                samples[name].append(sample)
+    return samples
 
 
 class Stopwatch:

@@ -73,7 +73,9 @@ class HFRunner:
         self.model = model
         self.device: torch.device = model.device
         self.geometry = geometry or geometry_from_config(model.config, model.dtype, block_tokens)
-        self.backend = get_backend(backend) if backend is None or isinstance(backend, str) else backend
+        if backend is None or isinstance(backend, str):
+            backend = get_backend(backend, str(self.device))
+        self.backend = backend
         self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         self.position_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.cache: PagedCache | None = None

@@ -129,6 +129,10 @@ def first_visible(position: int, window_tokens: int | None) -> int:
 
 
 def checked_table(part: SequenceSlice, group: int, block_tokens: int, window_tokens: int | None) -> Int64Array:
+    """The table of a slice, cut to the blocks of written tokens.
+
+    Raises UsageError when it lacks a block that a query must see, or does not agree with the slot mapping.
+    """
     if group >= len(part.tables):
         raise UsageError(
             f"sequence {part.sequence_id!r} brings tables for {len(part.tables)} cache groups; group {group} is missing"

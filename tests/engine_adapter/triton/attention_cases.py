@@ -17,9 +17,8 @@ from engine_adapter.attention import AttentionSettings
 from engine_adapter.attention.torch_paged import TorchPagedAttention
 from engine_adapter.attention.triton_paged import TritonPagedAttention
 from engine_adapter.paged_cache import PagedCache
-from tests.engine_adapter.test_torch_attention import HEADS, LAYERS, Scene
+from tests.engine_adapter.attention_kit import LAYERS, SINKS, Scene
 
-SINKS = torch.linspace(-2, 3, HEADS)
 SHORT = [(0, 1), (5, 1), (15, 1), (16, 1), (100, 1)]
 VERIFY = [(40, 8), (0, 3), (33, 1), (15, 16)]
 BFLOAT16_ERROR = 5e-3

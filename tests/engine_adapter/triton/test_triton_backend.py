@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from engine_adapter.attention import AttentionSettings, get_backend, triton_paged
+from engine_adapter.attention.torch_paged import TorchPagedAttention
 from engine_adapter.attention.triton_paged import TritonPagedAttention
-from tests.engine_adapter.test_torch_attention import MIXED_LENGTHS, Scene
+from tests.engine_adapter.attention_kit import MIXED_LENGTHS, Scene
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (make test-triton)")
@@ -87,12 +88,8 @@ def test_without_triton_the_reason_is_told_and_torch_attends(monkeypatch: pytest
     scene, settings = Scene(MIXED_LENGTHS, cold_share=0.5), AttentionSettings(0.25)
     backend = get_backend("triton")
     assert isinstance(backend, TritonPagedAttention)
-    plan = backend.plan(scene.cache, 0, scene.batch())
-    keys = torch.cat([one.keys[1, :, one.part.start :].transpose(0, 1) for one in scene.sequences]).float()
-    values = torch.cat([one.values[1, :, one.part.start :].transpose(0, 1) for one in scene.sequences]).float()
-    found = backend.attend(plan, 1, scene.query, keys, values, settings)
-    assert plan.decode is None
-    assert torch.equal(found, scene.run(1, settings))
+    assert backend.plan(scene.cache, 0, scene.batch()).decode is None
+    assert torch.equal(scene.run(backend, 1, settings), scene.run(TorchPagedAttention(), 1, settings))
 
 
 @pytest.mark.usefixtures("fresh_status")

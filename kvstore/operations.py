@@ -1,0 +1,68 @@
+"""What kvstore itself offers to the dispatch, and the decisions as gauges of a store's metrics.
+
+Imported by the store and by `kvstore doctor`; imports no torch. The hash chain asks quant.dispatch what runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quant import dispatch
+
+if TYPE_CHECKING:
+    from kvstore.metrics import StoreMetrics
+
+HASH_CHAIN = "hash_chain"
+_PROMPT_TOKENS = 32768
+_BLOCK_TOKENS = 16
+_ROUNDS = 5
+
+
+def state_kernel_paths(metrics: StoreMetrics, device: str) -> None:
+    """Set kernel_path to what runs every known operation on a torch device ("cpu", "cuda:0") and on the CPU beside.
+
+    Operations of upper layers are among them once these are imported.
+    """
+    kind = device.partition(":")[0]
+    known = [*dispatch.decisions("cpu"), *(dispatch.decisions(kind) if kind != "cpu" else ())]
+    metrics.restate(
+        "kernel_path", [({"operation": one.operation, "device": one.device, "path": one.path}, 1) for one in known]
+    )
+
+
+def hash_chain_speed() -> dispatch.Speed:
+    """Tokens of a 32k prompt named a second, beside one sha256 over its bytes."""
+    from kvstore.identity import HashChain
+
+    tokens = list(range(_PROMPT_TOKENS))
+    flat = array("I", tokens).tobytes()
+    ours, plain = [], []
+    for _ in range(_ROUNDS):
+        chain = HashChain(b"\x00" * 32, _BLOCK_TOKENS)
+        start = time.perf_counter()
+        chain.extend(tokens)
+        middle = time.perf_counter()
+        hashlib.sha256(flat).digest()
+        ours.append(middle - start)
+        plain.append(time.perf_counter() - middle)
+    best = min(ours)
+    return dispatch.Speed(_PROMPT_TOKENS / best / 1e6, "M tokens/s", min(plain) / best, "one sha256 of their bytes")
+
+
+def offer_hash_chain() -> None:
+    """The chain is made on the CPU wherever the blocks lie."""
+    native = dispatch.Implementation("native", partial(dispatch.native_absence, "hash_chain"), _native_variant)
+    dispatch.offer(HASH_CHAIN, "cpu", [native, dispatch.Implementation("hashlib")], measure=hash_chain_speed)
+
+
+def _native_variant() -> str:
+    from quant import native
+
+    return "sha" if "sha" in native.features() else "plain"
+
+
+offer_hash_chain()
