@@ -25,7 +25,7 @@ from engine_adapter.attention.triton_kernels.parts import load_query, store_part
 
 class Records(NamedTuple):
     """Where a head's records lie: the slab as int32, slots of an extent, words of an extent and of a slot, and the
-    head's first word inside a slot; then words of a record, and where in it the parts begin (docs/formats/int4.md).
+    head's first word inside a slot.
     """
 
     words: Any
