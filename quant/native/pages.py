@@ -84,7 +84,7 @@ def _int64(offsets: Offsets | None) -> npt.NDArray[np.int64] | None:
 
 
 def _bytes_of(buffer: Buffer) -> npt.NDArray[np.uint8]:
-    view = memoryview(buffer)
+    view: memoryview = memoryview(buffer)  # type: ignore[arg-type]
     return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype=np.uint8)
 
 
