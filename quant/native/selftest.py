@@ -22,7 +22,13 @@ def _codec_check(extension: Any) -> str:
     return "" if passed else f"bytes (digests {encoded:#x}, {decoded:#x}) are not the reference's"
 
 
-CHECKS: dict[str, Check] = {"codec": _codec_check}
+def _hash_check(extension: Any) -> str:
+    from quant.native import check_hash
+
+    return check_hash.check(extension)
+
+
+CHECKS: dict[str, Check] = {"codec": _codec_check, "hash": _hash_check}
 """Area -> its check. The order is the order in which they run."""
 
 
