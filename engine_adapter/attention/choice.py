@@ -17,7 +17,6 @@ from quant.dispatch import (
 )
 
 DECODE, PREFILL = "decode_attention", "prefill_attention"
-_NATIVE = "engine_adapter.attention.native_paged"
 _TRITON = "engine_adapter.attention.triton_paged"
 
 
@@ -39,7 +38,7 @@ def offer_attention() -> None:
 
 
 def _native_absence() -> str:
-    return native_absence() or module_absence(_NATIVE)
+    return native_absence("attend", "write_tokens")
 
 
 def _triton_absence() -> str:

@@ -16,7 +16,12 @@ from typing import Any, TypeAlias
 
 Check: TypeAlias = Callable[[Any], str]
 
-CHECKS: dict[str, Check] = {}
+
+def _attention(extension: Any) -> str:
+    return "" if extension.attention_selftest() else "sums differ from plain arithmetic"
+
+
+CHECKS: dict[str, Check] = {"attention": _attention}
 """Area -> its check. The order is the order in which they run."""
 
 
