@@ -28,7 +28,11 @@ def _hash_check(extension: Any) -> str:
     return check_hash.check(extension)
 
 
-CHECKS: dict[str, Check] = {"codec": _codec_check, "hash": _hash_check}
+def _attention_check(extension: Any) -> str:
+    return "" if extension.attention_selftest() else "sums differ from plain arithmetic"
+
+
+CHECKS: dict[str, Check] = {"codec": _codec_check, "hash": _hash_check, "attention": _attention_check}
 """Area -> its check. The order is the order in which they run."""
 
 
