@@ -8,6 +8,8 @@ from typing import Any
 
 from benchmarks.rows import Options, Row, spread
 
+MODELS = ("smollm2", "gemma3")
+"""Names that --model takes."""
 WINDOWS = 8
 WINDOW_TOKENS = 2_048
 STRESSES = {"smollm2": (30.0,), "gemma3": (30.0, 150.0)}
@@ -27,7 +29,7 @@ def rows(options: Options) -> Iterator[Row]:
     from benchmarks.quality import latent
 
     torch.set_num_threads(1)
-    wanted = options.models or ("smollm2", "gemma3")
+    wanted = options.models or MODELS
     for short_name in wanted:
         model, tokenizer = _loaded(short_name, options)
         if model is not None:
@@ -43,11 +45,8 @@ def _loaded(short_name: str, options: Options) -> tuple[Any, Any]:
 
     from engine_adapter.model_source import GEMMA3, SMOLLM2, load_model
 
-    known = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
-    if short_name not in known:
-        raise RuntimeError(f"unknown model {short_name!r}: choose from {', '.join(known)}")
     try:
-        loaded = load_model(known[short_name], torch.float32)
+        loaded = load_model({"smollm2": SMOLLM2, "gemma3": GEMMA3}[short_name], torch.float32)
     except FileNotFoundError as missing:
         if options.models:
             raise

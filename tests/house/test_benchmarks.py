@@ -82,6 +82,8 @@ def test_page_has_a_table_a_suite_and_each_note_once() -> None:
     [
         (["--suite", "nonsense", "--json", "-"], "unknown suite nonsense: choose from pool"),
         (["--suite", "pool", "--json", "-", "--rounds", "0"], "--rounds: got 0"),
+        (["--suite", "fidelity", "--model", "nowhere", "--json", "-"], "unknown nowhere: choose from gemma3, smollm2"),
+        (["--suite", "pool", "--model", "smollm2", "--json", "-"], "unknown smollm2: choose from (none)"),
         (["--suite", "pool", "--json", "/"], "--json: got the folder /"),
         (["--suite", "pool", "--json", "-", "--report", "/proc/page.md"], "--report: cannot write"),
     ],
