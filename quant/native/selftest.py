@@ -23,7 +23,13 @@ def _hash_check(extension: Any) -> str:
     return check_hash.check(extension)
 
 
-CHECKS: dict[str, Check] = {"hash": _hash_check}
+def _pages_check(extension: Any) -> str:
+    from quant.native import check_pages
+
+    return check_pages.check(extension)
+
+
+CHECKS: dict[str, Check] = {"hash": _hash_check, "pages": _pages_check}
 """Area -> its check. The order is the order in which they run."""
 
 
