@@ -13,7 +13,7 @@ from benchmarks.suites import pool_workload as work
 from benchmarks.suites.own_pool import OwnSide
 from benchmarks.suites.pool import PEER, vllm_python
 from kvstore import HashChain
-from kvstore.operations import HASH_CHAIN, native_hash_chain
+from kvstore.operations import HASH_CHAIN, native_hashing
 from quant import dispatch
 
 _ROOT = bytes(range(32))
@@ -27,8 +27,7 @@ _VLLM_NOTE = "vLLM's own sha256 block hasher over the same list, its fastest tha
 def rows(options: Options) -> Iterator[Row]:
     """Rows beside hashlib everywhere; beside vLLM where it is."""
     yield _beside(options, "hash_32k_vs_hashlib", _whole, _by_hashlib, "hashlib, the same code")
-    native = native_hash_chain()
-    if native is not None:
+    if native_hashing() is not None:
         from quant.native import kernels
 
         for way, runs_here in kernels.sha_ways():

@@ -32,7 +32,18 @@ def _attention_check(extension: Any) -> str:
     return "" if extension.attention_selftest() else "sums differ from plain arithmetic"
 
 
-CHECKS: dict[str, Check] = {"codec": _codec_check, "hash": _hash_check, "attention": _attention_check}
+def _pages_check(extension: Any) -> str:
+    from quant.native import check_pages
+
+    return check_pages.check(extension)
+
+
+CHECKS: dict[str, Check] = {
+    "codec": _codec_check,
+    "hash": _hash_check,
+    "pages": _pages_check,
+    "attention": _attention_check,
+}
 """Area -> its check. The order is the order in which they run."""
 
 
