@@ -38,6 +38,8 @@ def test_every_path_that_runs_here_passes_its_self_test() -> None:
 
 @needs_extension
 def test_a_path_that_fails_its_self_test_is_passed_over(kernels: Any) -> None:
+    if len(native.available_paths()) < 2:
+        pytest.skip("one path only, as on Arm")
     best, second = native.available_paths()[:2]
     asked: list[str] = []
 
