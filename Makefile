@@ -64,12 +64,12 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 test-asan: venv ## the kernels' tests with the address and undefined-behaviour sanitizers
 	@rm -rf build/asan
 	mkdir -p build/asan
-	cp -r allocator quant kvstore engine_adapter benchmarks tests setup.py pyproject.toml README.md LICENSE build/asan/
+	cp -r allocator quant kvstore engine_adapter benchmarks tests docs setup.py pyproject.toml README.md LICENSE build/asan/
 	cd build/asan
 	KV_BUILD_PATHS="$${KV_BUILD_PATHS:-avx2,avx512}" CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
 	ls quant/native/_kernels*.so > /dev/null
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" $(PYTEST_ARGS)
+	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" -s $(PYTEST_ARGS)
 
 check: venv ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff check .

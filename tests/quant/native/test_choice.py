@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -147,6 +148,7 @@ def test_a_stale_build_is_refused() -> None:
 
 
 @needs_extension
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers take their time")
 def test_self_tests_are_quick(kernels: Any) -> None:
     best = native.available_paths()[0]
     seconds = []
