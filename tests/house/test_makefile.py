@@ -1,4 +1,4 @@
-"""`make venv`: what is rebuilt when what changes. The Makefile is the real one; the environment and setup.py only log."""
+"""`make venv`: what is rebuilt when. The Makefile is the real one; environment and setup.py only log."""
 
 from __future__ import annotations
 
