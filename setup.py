@@ -1,24 +1,32 @@
 """Builds the native CPU kernels: one source compiled once per instruction set, all in one extension module.
 
-Everything else about the package is in pyproject.toml. The extension is optional: without a compiler the package
-installs and runs on torch alone, and says so when it is imported.
+Everything else about the package is in pyproject.toml. The extension is optional: without a compiler or Python's
+headers the package installs and runs on torch alone, and says so when it is imported. Such a wheel is named
+py3-none-any, so that it never passes for one that has the kernels.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCES = Path("quant/native/csrc")
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 COMMON_FLAGS = [
     "-std=gnu11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra",
     # The arithmetic is normative: never fused, never reassociated. No -ffast-math: it changes the whole process.
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    # Flags of the environment must not widen a path (-march=native) nor mix paths while linking.
+    "-fno-lto", *(["-march=x86-64", "-mtune=generic"] if ON_X86 else []),
 ]  # fmt: skip
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 PATH_FLAGS: dict[str, list[str]] = {
@@ -29,30 +37,43 @@ PATH_FLAGS: dict[str, list[str]] = {
     "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
 }
 X86_PATHS = ("avx2", "avx512", "avx512bf16", "amx")
+ONLY = "KV_BUILD_PATHS"
+"""An environment variable that names the paths to build beside the baseline ("avx2,avx512"), for a quick build."""
 SHA_FLAGS = ["-msha", "-msse4.1", "-mssse3"]
 
 
 class BuildKernels(build_ext):
     """Compiles path.c once per path that the compiler knows, then everything else, and links it all."""
 
+    def run(self) -> None:
+        """Old builds go first: one that stayed behind a failed build would be used as if it were new."""
+        for extension in self.extensions or []:
+            built = Path(self.build_lib) / self.get_ext_filename(extension.name)
+            in_place = Path(*extension.name.split("."))
+            for old in [*built.parent.glob("_kernels*.so"), *in_place.parent.glob("_kernels*.so")]:
+                old.unlink()
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
-        """Only `quant.native._kernels` is built here."""
-        self.mkpath(self.build_temp)
-        on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-        paths = ["baseline", *(name for name in X86_PATHS if on_x86 and self._accepts(PATH_FLAGS[name]))]
+        """Only `quant.native._kernels` is built here. CompileError says what is missing."""
+        self._require_headers()
+        wanted = os.environ.get(ONLY, ",".join(X86_PATHS)).split(",")
+        wide = [name for name in X86_PATHS if ON_X86 and name in wanted and self._accepts(PATH_FLAGS[name])]
+        paths = ["baseline", *wide]
         have = [f"-DKV_HAVE_{name}" for name in paths]
-        objects = []
-        for name in paths:
-            objects += self._compile("path.c", f"path-{name}", [*PATH_FLAGS[name], f"-DKV_PATH={name}"])
-        if on_x86 and self._accepts(SHA_FLAGS):
+        jobs = [("path.c", f"path-{name}", [*PATH_FLAGS[name], f"-DKV_PATH={name}"]) for name in paths]
+        has_sha = ON_X86 and self._accepts(SHA_FLAGS)
+        if has_sha:
             have.append("-DKV_HAVE_SHA")
         for source in sorted(SOURCES.glob("*.c")):
-            if source.name == "path.c":
+            if source.name == "path.c" or (source.name == "sha_x86.c" and not has_sha):
                 continue
             flags = SHA_FLAGS if source.name == "sha_x86.c" else []
-            if source.name == "sha_x86.c" and "-DKV_HAVE_SHA" not in have:
-                continue
-            objects += self._compile(source.name, "common", [*have, *flags])
+            jobs.append((source.name, "common", [*have, *flags]))
+        for _, folder, _ in jobs:
+            self.mkpath(str(Path(self.build_temp) / folder / SOURCES))
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = [one for built in pool.map(lambda job: self._compile(*job), jobs) for one in built]
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
@@ -68,16 +89,41 @@ class BuildKernels(build_ext):
             include_dirs=[str(SOURCES), *self.include_dirs],
             macros=[("Py_LIMITED_API", "0x030B0000")],
             extra_postargs=[*COMMON_FLAGS, "-pthread", *flags],
-            depends=[str(path) for path in SOURCES.iterdir()],
         )
+
+    def _require_headers(self) -> None:
+        """CompileError unless a compiler runs here and finds Python's headers."""
+        includes = [f"-I{folder}" for folder in self.include_dirs]
+        try:
+            if self._probe("int probe(void) { return 0; }", []):
+                raise CompileError(f"{self.compiler.compiler_so[0]} does not compile")
+            if problem := self._probe("#include <Python.h>", includes):
+                raise CompileError(f"Python's headers are missing (python3-dev or alike): {problem.splitlines()[0]}")
+        except OSError as error:
+            raise CompileError(f"no C compiler ({error})") from error
 
     def _accepts(self, flags: list[str]) -> bool:
         """Does the compiler know these flags? An older one builds the older paths only."""
+        return not self._probe("#include <immintrin.h>\nint probe(void) { return 0; }", flags)
+
+    def _probe(self, source: str, flags: list[str]) -> str:
+        """What the compiler says about a source that it refuses, "" when it takes it. OSError without a compiler."""
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "probe.c"
-            source.write_text("#include <immintrin.h>\nint probe(void) { return 0; }\n", encoding="ascii")
-            command = [*self.compiler.compiler_so[:1], *flags, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
-            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+            file = Path(folder) / "probe.c"
+            file.write_text(source + "\n", encoding="ascii")
+            command = [*self.compiler.compiler_so[:1], *flags, "-c", str(file), "-o", str(Path(folder) / "probe.o")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+
+
+class NameWheel(bdist_wheel):
+    """Names a wheel by what is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        if not any((Path(self.get_finalized_command("build").build_lib) / "quant/native").glob("_kernels*.so")):
+            self.root_is_pure = True
+            self.py_limited_api = False
+        return super().get_tag()
 
 
 setup(
@@ -85,11 +131,11 @@ setup(
         Extension(
             "quant.native._kernels",
             [str(SOURCES / "module.c")],
-            depends=[str(path) for path in SOURCES.glob("*")],
+            depends=sorted(str(path) for path in SOURCES.glob("*")),
             py_limited_api=True,
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": NameWheel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -74,13 +74,15 @@ class BlockReferences(BlockLife):
             self._class_index(group, form)
             raise UsageError(f"expected a block count >= 0, got {count}")
         free = self._free[index]
-        if free.count < count:
+        start = free.count - count
+        if start < 0:
             if count <= SMALL_BATCH and self._eviction_is_next(index):
                 evictable = self.idle_counts[index] - self.held_idle_counts[index]
-                if count - free.count <= evictable:
+                if -start <= evictable:
                     return self._allocate_evicting(index, count)
             make_room(self, index, count)
-        free.count = start = free.count - count
+            start = free.count - count
+        free.count = start
         places = free.ids[start : start + count]
         self._life[places] = OPEN_ONCE
         return places.astype(ID_TYPE)
@@ -160,10 +162,10 @@ class BlockReferences(BlockLife):
             # Words change while the batch is read, so that a block given twice is found by its second word.
             for block_id in batch:
                 word = words[block_id]
-                if word == SEALED_ONCE and block_id >= 0:
+                if word == SEALED_ONCE:
                     words[block_id] = IDLE
                     idle.append(block_id)
-                elif word == OPEN_ONCE and block_id >= 0:
+                elif word == OPEN_ONCE:
                     words[block_id] = FREE
                     view[top] = block_id
                     top += 1
@@ -198,14 +200,14 @@ class BlockReferences(BlockLife):
         except IndexError:
             self._checked(block_id)
             raise
-        if word == OPEN_ONCE and block_id >= 0:
+        if word == OPEN_ONCE:
             words[block_id] = FREE
             index = self._classes[block_id]
             free = self._free[index]
             free.view[free.count] = block_id
             free.count += 1
             self.ledger.frees[index] += 1
-        elif word == SEALED_ONCE and block_id >= 0:
+        elif word == SEALED_ONCE:
             words[block_id] = IDLE
             index = self._classes[block_id]
             self.idle_counts[index] += 1

@@ -85,11 +85,13 @@ class LRU(EvictionPolicy):
         self._late_order = 0
         self._count = 0
         self._stale = 0  # entries of blocks that were hit again or went away since
+        self._unstamped = 0  # segments at the end (never more than there are) whose blocks have no stamp yet
 
     def __len__(self) -> int:
         return self._count
 
     def since(self, block_id: int) -> int:
+        self._stamp_all()
         return self._stamps[block_id]
 
     def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
@@ -103,13 +105,22 @@ class LRU(EvictionPolicy):
             return
         self._count += size
         self._newest = tick
-        if type(ids) is list:
-            stamps = self._stamps
-            for block_id in ids:
-                stamps[block_id] = tick
-        else:
-            self._stamp[ids] = tick
+        self._unstamped += 1
         self._segments.append((tick, ids, run))
+
+    def _stamp_all(self) -> None:
+        """Writes the stamps of the newest segments. Put off until something needs them: eviction alone never does."""
+        segments, stamps = self._segments, self._stamps
+        for place in range(-min(self._unstamped, len(segments)), 0):
+            tick, ids, _ = segments[place]
+            if isinstance(ids, int):
+                stamps[ids] = tick
+            elif isinstance(ids, list):
+                for block_id in ids:
+                    stamps[block_id] = tick
+            else:
+                self._stamp[ids] = tick
+        self._unstamped = 0
 
     def _idle_late(self, ids: Ids | list[int], tick: int) -> None:
         for block_id in ids:
@@ -123,11 +134,13 @@ class LRU(EvictionPolicy):
             self._idle_late([block_id], tick)
             return
         self._newest = tick
-        self._stamps[block_id] = tick
         self._segments.append((tick, block_id, False))
+        self._unstamped += 1
         self._count += 1
 
     def busy(self, ids: Ids | list[int]) -> None:
+        if self._unstamped:
+            self._stamp_all()
         if isinstance(ids, list) and len(ids) <= _SMALL:
             for block_id in ids:
                 self._stamps[block_id] = 0
@@ -151,7 +164,7 @@ class LRU(EvictionPolicy):
                 few = self._victims_few(1, runs=False)  # stale entries may lie before a run, which goes as one
                 return few[0] if few else -1
             segments.popleft()
-            if stamps[block_id] == tick:
+            if not self._stale or stamps[block_id] == tick:
                 self._count -= 1
                 return block_id
             self._stale -= 1
@@ -160,6 +173,7 @@ class LRU(EvictionPolicy):
     def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
         if count <= _SMALL and usable is None and not self._late:
             return self._victims_few(count)
+        self._stamp_all()
         self._fold_cursor()
         taken: list[Ids | list[int]] = []
         kept: list[_Segment] = []
@@ -196,7 +210,7 @@ class LRU(EvictionPolicy):
 
     def _victims_few(self, count: int, *, runs: bool = True) -> list[int]:
         """`victims` for a small count, all usable, in plain Python; without `runs` it ends before a run."""
-        segments, stamps = self._segments, self._stamps
+        segments = self._segments
         taken: list[int] = []
         need = count
         if not self._stale and not self._cursor:  # whole segments need no look at their entries
@@ -207,6 +221,12 @@ class LRU(EvictionPolicy):
                 taken += ids
                 need -= len(ids)
                 segments.popleft()
+            if need <= 0:
+                self._count -= len(taken)
+                return taken
+        stamps = self._stamps
+        if self._unstamped:
+            self._stamp_all()
         while need > 0 and segments:
             tick, ids, run = segments[0]
             if isinstance(ids, int):
@@ -273,6 +293,7 @@ class LRU(EvictionPolicy):
         return fresh[places], fresh[stay]
 
     def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
+        self._stamp_all()
         self._fold_cursor()
         late = sorted(self._late)
         found: list[npt.NDArray[np.int32]] = []

@@ -74,8 +74,9 @@ class ExtentLedger:
     def __init__(self, layout: ExtentLayout) -> None:
         self.layout = layout
         self.id_capacity = layout.extent_count * max(layout.per_extent)
+        # Behind the words of all ids lie as many RETIRED ones: a negative id is never mistaken for a block.
+        self.life: npt.NDArray[np.int32] = np.full(2 * self.id_capacity + 1, RETIRED, dtype=np.int32)
         # One more element than ids: index -1 (a dropped table position) reads the last one.
-        self.life: npt.NDArray[np.int32] = np.full(self.id_capacity + 1, RETIRED, dtype=np.int32)
         self.entry: npt.NDArray[np.int64] = np.full(self.id_capacity + 1, -1, dtype=np.int64)
         self.class_of: npt.NDArray[np.int16] = np.full(self.id_capacity + 1, -1, dtype=np.int16)
         self.life_view = self.life.data

@@ -92,6 +92,8 @@ def _check_slots(pool: BlockPool) -> None:
 
 def _check_states(pool: BlockPool) -> None:
     words = pool.ledger.life[: pool.ledger.id_capacity]
+    behind = pool.ledger.life[pool.ledger.id_capacity :]
+    _require(bool((behind == RETIRED).all()), "a word behind those of all ids is not RETIRED: a negative id names it")
     states, references = words & STATE, words >> REFERENCE_SHIFT
     _require(bool((words >= 0).all()) and bool((states <= FENCED).all()), "a block is in no known state")
     live = (states == OPEN) | (states == SEALED)

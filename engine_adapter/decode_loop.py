@@ -29,6 +29,7 @@ from engine_adapter.request import Completion, FinishReason, Request, RequestRes
 from engine_adapter.sampling import Choice, Sampler, first_choices
 from engine_adapter.scheduler import Phase, PlannedSlice, RequestState, Scheduler, Stream
 from kvstore import KVStore
+from kvstore.arguments import check_clock
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
@@ -98,6 +99,7 @@ class DecodeLoop:
             raise ConfigError(
                 f"expected 1 <= max_batch_sequences <= step_tokens, got {max_batch_sequences!r} and {step_tokens!r}"
             )
+        check_clock(clock)
         self._runner = runner
         self._adapter = adapter
         self._clock = clock

@@ -140,6 +140,8 @@ def check_request(request: Request, vocab_size: int) -> None:
     _check_at_least(name, "max_new_tokens", request.max_new_tokens, 1)
     _check_at_least(name, "n", request.n, 1)
     _check_at_least(name, "top_k", request.top_k, 0)
+    if type(request.exact) is not bool:
+        raise UsageError(f"request {name!r}: exact must be True or False, got {request.exact!r}")
     if type(request.seed) is not int:
         raise UsageError(f"request {name!r}: seed must be an int, got {request.seed!r}")
     for what in ("temperature", "top_p"):

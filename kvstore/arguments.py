@@ -35,6 +35,13 @@ def text_id(name: str, value: object) -> str:
     return value
 
 
+def truth(name: str, value: object) -> bool:
+    """`value` as a bool: "no" is true in Python, so nothing else passes."""
+    if type(value) is not bool:
+        raise UsageError(f"{name}: got {value!r} ({type(value).__name__}); expected True or False")
+    return value
+
+
 def check_hashes(hashes: Sequence[bytes], token_count: int, block_tokens: int) -> None:
     """UsageError unless `hashes` may be the block hashes of a prompt of `token_count` tokens."""
     if token_count < 1 or len(hashes) > token_count // block_tokens:
@@ -53,7 +60,16 @@ def length(token_ids: Sequence[int]) -> int:
         raise UsageError(f"token ids: got {kind}; expected a list of int or an integer array") from None
 
 
-def check_store_arguments(geometry: object, config: object, device: object, tiers: object) -> None:
+def check_clock(clock: object) -> None:
+    """ConfigError unless `clock` can be called and answers with seconds."""
+    if not callable(clock):
+        raise ConfigError(f"clock: got {clock!r} ({type(clock).__name__}); expected a function that returns seconds")
+    now = clock()
+    if isinstance(now, bool) or not isinstance(now, int | float):
+        raise ConfigError(f"clock: returned {now!r} ({type(now).__name__}); expected seconds as a number")
+
+
+def check_store_arguments(geometry: object, config: object, device: object, tiers: object, clock: object) -> None:
     """ConfigError unless a store can be made of these: the kinds only, not whether they fit one another."""
     for name, value, kind in (("geometry", geometry, KVGeometry), ("config", config, KVStoreConfig)):
         if not isinstance(value, kind):
@@ -62,6 +78,7 @@ def check_store_arguments(geometry: object, config: object, device: object, tier
         raise ConfigError(f"device: got {device!r} ({type(device).__name__}); expected text such as 'cpu' or 'cuda:0'")
     if tiers is not None and not (isinstance(tiers, list | tuple) and all(isinstance(tier, Tier) for tier in tiers)):
         raise ConfigError(f"tiers: got {tiers!r}; expected a list of kvstore.Tier, fast to slow, or None")
+    check_clock(clock)
 
 
 def check_spare_blocks(spare_blocks: Sequence[int], group_count: int) -> None:

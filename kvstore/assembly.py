@@ -72,11 +72,15 @@ def assemble(
     announcer = Announcer(EventStream(epoch=epoch, queue_limit=config.event_queue_limit), codec.name if codec else None)
     pool = BlockPool(layout)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
+
+    def on_failed(cause: str) -> None:
+        metrics.add("failed_tasks", cause=cause)
+
     if tiers is None:
-        tiers = () if device_name == "absent" else _host_tiers(config, layout)
+        tiers = () if device_name == "absent" else _host_tiers(config, layout, on_failed)
     for tier in tiers:
         tier.set_waker(waker)
-    executor = make_executor(config.io_threads)
+    executor = make_executor(config.io_threads, on_failed=on_failed)
     costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
     residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
     mover = Mover(
@@ -134,7 +138,7 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
         raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
-def _host_tiers(config: KVStoreConfig, layout: ExtentLayout) -> tuple[Tier, ...]:
+def _host_tiers(config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]) -> tuple[Tier, ...]:
     if not config.host_bytes:
         return ()
     from kvstore.host_tier import HostTier
@@ -142,7 +146,7 @@ def _host_tiers(config: KVStoreConfig, layout: ExtentLayout) -> tuple[Tier, ...]
     return (
         HostTier(
             config.host_bytes,
-            make_executor(config.io_threads),
+            make_executor(config.io_threads, on_failed=on_failed),
             slot_bytes=[size for size in layout.raw_slot_bytes if size],
             prefault=config.host_prefault,
         ),

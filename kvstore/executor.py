@@ -36,10 +36,14 @@ class InlineExecutor:
 
 
 class ThreadExecutor:
-    """One thread, first in first out. A task that raises is counted and logged; the thread lives on."""
+    """One thread, first in first out. A task that raises is counted and logged; the thread lives on.
 
-    def __init__(self, name: str = "kvstore-io") -> None:
+    on_failed: told the type's name of what a task raised, on this thread; a store makes it its metric failed_tasks.
+    """
+
+    def __init__(self, name: str = "kvstore-io", on_failed: Callable[[str], None] | None = None) -> None:
         self.failed_count = 0
+        self._on_failed = on_failed
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -61,16 +65,18 @@ class ThreadExecutor:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # counted: a lost thread would strand every later transfer
+            except Exception as error:  # counted by cause: a lost thread would strand every later transfer
                 self.failed_count += 1
                 _LOG.exception("kvstore: a task on %s failed", self._thread.name)
+                if self._on_failed is not None:
+                    self._on_failed(type(error).__name__)
             del task
 
 
-def make_executor(kind: str, name: str = "kvstore-io") -> Executor:
-    """The executor that the setting io_threads names: "thread" or "inline"."""
+def make_executor(kind: str, name: str = "kvstore-io", on_failed: Callable[[str], None] | None = None) -> Executor:
+    """The executor that the setting io_threads names: "thread" or "inline" (there a failure is the caller's)."""
     if kind == "thread":
-        return ThreadExecutor(name)
+        return ThreadExecutor(name, on_failed)
     if kind == "inline":
         return InlineExecutor()
     raise UsageError(f"executor: got {kind!r}; expected thread or inline")

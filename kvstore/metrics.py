@@ -51,6 +51,7 @@ _SERIES = {
     "transfers": _Series("counter", "Transfers ended", ("tier", "kind", "result")),
     "transfer_bytes": _Series("counter", "Bytes moved", ("tier", "kind")),
     "transfer_seconds": _Series("counter", "Time from request to end of copies up, seen by step", ("tier", "kind")),
+    "failed_tasks": _Series("counter", "Tasks that raised where tiers copy and blocks cool", ("cause",)),
     # state
     "tier_used_bytes": _Series("gauge", "Bytes in use", ("tier",)),
     "tier_capacity_bytes": _Series("gauge", "Byte budget", ("tier",)),
@@ -59,6 +60,7 @@ _SERIES = {
     "resident_tokens": _Series("gauge", "Tokens whose KV is on the device"),
     "waste_fraction": _Series("gauge", "Extent remainders and unfilled token slots over bytes of extents in use"),
     "sequences": _Series("gauge", "Live sequences"),
+    "kernel_path": _Series("gauge", "1: what runs an operation on a device", ("operation", "device", "path")),
     "orphaned_copies": _Series("gauge", "Copies whose parent block has none in that tier", ("tier",)),
 }
 
@@ -98,6 +100,14 @@ class StoreMetrics(Collector):
         key = self._key("gauge", name, labels)
         with self._lock:
             self._values[key] = value
+
+    def restate(self, name: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> None:
+        """State all of a gauge: series that are not among `rows` are gone."""
+        stated = {self._key("gauge", name, labels): float(value) for labels, value in rows}
+        with self._lock:
+            for key in [key for key in self._values if key[0] == name and key not in stated]:
+                del self._values[key]
+            self._values.update(stated)
 
     def get(self, name: str, **labels: str) -> float:
         """A value, 0 where nothing was counted. Without labels: the sum over them."""

@@ -37,6 +37,10 @@ class Prompts:
         self._share = share
         if not isinstance(identity, Identity):
             raise ConfigError(f"identity: got {type(identity).__name__}; expected kvstore.Identity")
+        if not identity.model:
+            raise ConfigError(
+                f"identity: its model is {identity.model!r}; expected a name, since what has none is shared"
+            )
         if not self._fits(identity):
             raise ConfigError(
                 f"identity: its geometry {identity.geometry!r} is not the store's; expected {geometry!r} or its "

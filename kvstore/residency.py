@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from allocator import COLD, FULL, GroupKind
 from allocator.prefix_index import window_first_block
+from kvstore.arguments import truth
 from kvstore.sequence import HitReason
 from kvstore.tier import CopyKey
 
@@ -112,6 +113,7 @@ class Residency:
 
     def plan(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> HitPlan:
         """The longest hit over `hashes` (hash of the block at each position) that every group can serve."""
+        truth("exact", exact)  # here, since every way to look something up comes by
         found: dict[int, GroupPlan] = {}
         blocks = len(hashes)
         for group in self._prefix_groups:

@@ -18,6 +18,7 @@ from allocator import DuplicateSequence, KVGeometry, UnknownSequence, UsageError
 from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
+from kvstore.operations import state_kernel_paths
 from kvstore.prompts import Prompts
 from kvstore.relocation import Relocation, is_promotion
 from kvstore.sequence import RUNNING, Admission, FetchState, Hit, Lease, Sequence, SequenceState
@@ -61,8 +62,9 @@ class KVStore:
         placeholder_ids: Iterable[int] = (),
     ) -> None:
         self.config = KVStoreConfig() if config is None else config
-        check_store_arguments(geometry, self.config, device, tiers)
+        check_store_arguments(geometry, self.config, device, tiers, clock)
         self.geometry = geometry
+        self._device = device
         placeholders = {*self.config.placeholder_ids, *placeholder_ids}
         self._prompts = Prompts(geometry, identity, placeholder_ids=placeholders, share=self.config.share)
         self._clock = clock
@@ -385,6 +387,7 @@ class KVStore:
     def _state_gauges(self) -> None:
         with self._lock:
             state_gauges(self.metrics, self.usage(), self._upkeep.mover.depths(), self.tiers)
+        state_kernel_paths(self.metrics, self._device)
 
     def reset(self) -> None:
         """The weights changed in place: nothing stored before is ever served again.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from allocator import ConfigError
+from engine_adapter.attention.choice import best_backend, offer_attention
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,11 @@ class AttentionBackend(Protocol):
         """
 
 
-_BUILT_IN: dict[str, tuple[str, str]] = {"torch": ("engine_adapter.attention.torch_paged", "TorchPagedAttention")}
+_BUILT_IN: dict[str, tuple[str, str]] = {
+    "native": ("engine_adapter.attention.native_paged", "NativePagedAttention"),
+    "torch": ("engine_adapter.attention.torch_paged", "TorchPagedAttention"),
+    "triton": ("engine_adapter.attention.triton_paged", "TritonPagedAttention"),
+}
 _registered: dict[str, Callable[[], AttentionBackend]] = {}
 
 
@@ -92,9 +97,9 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted({*_BUILT_IN, *_registered}))
 
 
-def get_backend(name: str | None = None) -> AttentionBackend:
-    """A new backend object: the named one, or the best that runs here when None. Raises ConfigError if unknown."""
-    wanted = "torch" if name is None else name
+def get_backend(name: str | None = None, device: str = "cpu") -> AttentionBackend:
+    """A new backend object: the named one, or the best that runs on `device`. Raises ConfigError if unknown."""
+    wanted = best_backend(device) if name is None else name
     if wanted in _registered:
         return _registered[wanted]()
     if wanted not in _BUILT_IN:
@@ -102,3 +107,6 @@ def get_backend(name: str | None = None) -> AttentionBackend:
     module, attribute = _BUILT_IN[wanted]
     backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
     return backend
+
+
+offer_attention()

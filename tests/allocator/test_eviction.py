@@ -51,6 +51,21 @@ def test_blocks_that_may_not_go_keep_their_place() -> None:
     assert list(lru.victims(2)) == [1, 4]
 
 
+def test_ages_are_known_though_their_writing_is_put_off() -> None:
+    lru = LRU(IDS)
+    lru.idle([1, 2], 3)
+    lru.idle(array(5, 4), 4)
+    lru.idle_one(6, 5)
+    lru.idle([7, 8], 6)
+    assert list(lru.victims(2)) == [1, 2]
+    assert list(lru.victims(1)) == [5]
+    lru.idle_one(9, 7)
+    assert [lru.since(block_id) for block_id in (4, 6, 7, 8, 9)] == [4, 5, 6, 6, 7]
+    lru.busy([7])
+    lru.idle([7, 2], 8)
+    assert list(lru.victims(9)) == [4, 6, 8, 9, 7, 2]
+
+
 def test_a_block_that_enters_late_keeps_its_age() -> None:
     lru = LRU(IDS)
     lru.idle([1], 5)
@@ -129,8 +144,9 @@ def test_lru_does_what_a_plain_list_does(data: st.DataObject) -> None:
                 ids[:] = [i for i in ids if i not in chosen]
             assert list(lru.victims(count, usable)) == expected
         left = [block_id for _, _, ids, _ in order for block_id in ids]
-        assert list(lru.peek(IDS)) == left
         assert len(lru) == len(left)
+        if data.draw(st.booleans()):  # a look writes the stamps that are put off, so not after every step
+            assert list(lru.peek(IDS)) == left
 
 
 @pytest.mark.parametrize("size", [1, 5, 33, 50])

@@ -29,6 +29,12 @@ IDENTITY = Identity(model="toy", weights="w0", geometry=GEOMETRY)
         ({"tiers": [1]}, "tiers: got [1]; expected a list of kvstore.Tier"),
         ({"tiers": "host"}, "tiers: got 'host'; expected a list of kvstore.Tier"),
         ({"config": KVStoreConfig(device_bytes=100)}, "device memory of 100 bytes holds 0 extents"),
+        ({"clock": 5}, "clock: got 5 (int); expected a function that returns seconds"),
+        ({"clock": lambda: "noon"}, "clock: returned 'noon' (str); expected seconds as a number"),
+        (
+            {"identity": Identity(model="", weights="w0", geometry=GEOMETRY)},
+            "identity: its model is ''; expected a name",
+        ),
         ({"placeholder_ids": ["x"]}, "placeholder_ids: got 'x'"),
     ],
 )
@@ -43,6 +49,10 @@ def test_a_store_says_what_it_cannot_be_made_of(wrong: dict[str, Any], said: str
     ("call", "said"),
     [
         (lambda store: store.admit("a", PROMPT, lease="x"), "lease: got 'x'; expected the Lease that pin gave"),
+        (lambda store: store.admit("a", PROMPT, exact="no"), "exact: got 'no' (str); expected True or False"),
+        (lambda store: store.lookup(PROMPT, exact=1), "exact: got 1 (int); expected True or False"),
+        (lambda store: store.pin(PROMPT, exact="no"), "exact: got 'no' (str)"),
+        (lambda store: store.promote(PROMPT, exact=None), "exact: got None (NoneType)"),
         (lambda store: store.unpin(None), "lease: got None; expected the Lease that pin gave"),
         (lambda store: store.admit("a", PROMPT, spare_blocks=5), "spare_blocks: got 5; expected 1 counts"),
         (lambda store: store.admit("a", PROMPT, spare_blocks=[1, 2]), "spare_blocks: got [1, 2]; expected 1 counts"),

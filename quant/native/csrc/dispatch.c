@@ -1,4 +1,5 @@
 /* Which path runs. Chosen at import; changed only by tests and by the user's setting. */
+#include <stdatomic.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -48,14 +49,15 @@ int kv_path_runs_here(const kv_path *path) {
     return 0;
 }
 
-static const kv_path *active = &kv_path_baseline;
+/* A kernel that runs while a test changes it goes on with the tables it began with. */
+static const kv_path *_Atomic active = &kv_path_baseline;
 
-const kv_path *kv_active(void) { return active; }
+const kv_path *kv_active(void) { return atomic_load_explicit(&active, memory_order_acquire); }
 
 int kv_activate(const char *name) {
     for (const kv_path *const *path = kv_paths; *path; path++)
         if (!strcmp((*path)->name, name) && kv_path_runs_here(*path)) {
-            active = *path;
+            atomic_store_explicit(&active, *path, memory_order_release);
             return 0;
         }
     return -1;

@@ -13,7 +13,9 @@
 #include <stdint.h>
 
 /* Raised whenever a signature or a layout that Python relies on changes; quant/native/__init__.py has the same one. */
+#ifndef KV_ABI /* a test builds one with a wrong number */
 #define KV_ABI 1
+#endif
 
 #define KV_CAT_(a, b) a##b
 #define KV_CAT(a, b) KV_CAT_(a, b)
@@ -35,7 +37,7 @@ typedef struct {
 
 /* cpu.c: what this CPU and this system allow. */
 typedef enum {
-    KV_CPU_AVX2 = 1 << 0,       /* AVX2, FMA, F16C */
+    KV_CPU_AVX2 = 1 << 0,       /* AVX2, FMA, F16C, BMI2 */
     KV_CPU_AVX512 = 1 << 1,     /* F, BW, DQ, VL, VNNI */
     KV_CPU_AVX512BF16 = 1 << 2, /* the same and BF16 */
     KV_CPU_AMX = 1 << 3,        /* tiles, int8; granted by the system */
@@ -55,7 +57,8 @@ int kv_activate(const char *name);
 /* threads.c: a small pool. The calling thread works too; `threads` is how many work in all. */
 typedef void (*kv_task)(void *context, int64_t task);
 /* Runs task(context, i) for i in [0, tasks), each once, and returns when all are done. Tasks are taken in order by
- * whoever is free. One job at a time: a second caller runs its own job alone. */
+ * whoever is free. One job at a time: a second caller, and a task that calls this, runs its own job alone. Tasks run
+ * with the default floating-point state (nothing flushed to zero), which the caller's thread has back afterwards. */
 void kv_parallel_for(int64_t tasks, kv_task task, void *context, int threads);
 
 #endif
