@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from quant import dispatch
 
@@ -53,16 +54,42 @@ def hash_chain_speed() -> dispatch.Speed:
     return dispatch.Speed(_PROMPT_TOKENS / best / 1e6, "M tokens/s", min(plain) / best, "one sha256 of their bytes")
 
 
+class NativeHashing(NamedTuple):
+    """The two C functions that a hash chain needs.
+
+    hash_chain   (parent bytes[32], tokens uint32[blocks * block_tokens], block_tokens) -> hashes of a run of blocks
+                 without media, bytes[32] each
+    token_bytes  a list or tuple of token ids as uint32 in the machine's order; None unless all are plain ints in
+                 [0, 2**32)
+    """
+
+    hash_chain: Callable[[bytes, memoryview, int], list[bytes]]
+    token_bytes: Callable[[Sequence[object]], bytes | None]
+
+
+def native_hashing() -> NativeHashing | None:
+    """What hashes in C here; None where hashlib has to."""
+    return _loaded() if dispatch.implementation_of(HASH_CHAIN, "cpu") == "native" else None
+
+
+@cache
+def _loaded() -> NativeHashing:
+    from quant import native
+
+    return NativeHashing(native.kernels.hash_chain, native.kernels.token_bytes)
+
+
 def offer_hash_chain() -> None:
     """The chain is made on the CPU wherever the blocks lie."""
-    native = dispatch.Implementation("native", partial(dispatch.native_absence, "hash_chain"), _native_variant)
+    absence = partial(dispatch.native_absence, "hash_chain", "token_bytes")
+    native = dispatch.Implementation("native", absence, _native_variant)
     dispatch.offer(HASH_CHAIN, "cpu", [native, dispatch.Implementation("hashlib")], measure=hash_chain_speed)
 
 
 def _native_variant() -> str:
     from quant import native
 
-    return "sha" if "sha" in native.features() else "plain"
+    return str(native.kernels.sha_best())
 
 
 offer_hash_chain()

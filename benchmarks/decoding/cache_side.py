@@ -13,6 +13,11 @@ from typing import Any, Protocol
 import torch
 
 
+def cache_argument(model: Any) -> str:
+    """How a model's forward calls its cache: transformers 5.24 changed the name, and warns of the old one."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class PreparedContext(Protocol):
     """What is needed of a recording: see `benchmarks.decoding.recording.Recording`."""
 
@@ -38,9 +43,7 @@ class CacheSide:
         self._cache = cache
         self._continuations = torch.tensor([one.continuation for one in sequences])
         self._fed = 0
-        # Its name changed in 5.24; the old one still works, with a warning.
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self.keep: Callable[[int, torch.Tensor], None] | None = None
         with torch.inference_mode():
             for layer in range(len(sequences[0].keys)):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.decoding.cache_side import cache_argument
+
 if TYPE_CHECKING:
     from allocator import KVGeometry
     from engine_adapter.batch import StepBatch
@@ -42,11 +44,11 @@ def recorded(model: Any, token_ids: Sequence[int], context_tokens: int) -> Recor
     """The first `context_tokens` tokens prefilled by `model` (transformers' own cache); the rest continues them."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
+    cache, argument = DynamicCache(config=model.config), cache_argument(model)
     with torch.inference_mode():
         for start in range(0, context_tokens, _PREFILL_CHUNK_TOKENS):
             piece = torch.tensor([list(token_ids[start : min(start + _PREFILL_CHUNK_TOKENS, context_tokens)])])
-            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(**{argument: cache}, input_ids=piece, use_cache=True, logits_to_keep=1)
     return Recording(
         list(token_ids[:context_tokens]),
         list(token_ids[context_tokens:]),

@@ -26,6 +26,8 @@ STEPS_A_SAMPLE = 2
 PEER_ROUNDS = 3
 NEW_TOKENS = 200
 QUICK_CONTEXT_TOKENS = 256
+MODELS = ("smollm2", "llama8b_layers")
+"""Models that `--model` may name."""
 INT4, BF16, DYNAMIC = "int4", "bf16", "dynamic cache"
 
 
@@ -78,17 +80,15 @@ def rows(options: Options) -> Iterator[Row]:
     import torch
 
     torch.set_num_threads(1)
-    if options.models and "smollm2" not in options.models:
-        options.log(f"decode: only {', '.join(options.models)}")
-    model, name = _model("smollm2", options)
-    contexts = _texts(model, name, options)
-    yield from _main_rows(model, name, contexts, options)
-    for case in SPEED_CASES:
-        if options.models and case.model not in options.models:
-            continue
-        if case.model != "smollm2":
-            model, name = _model(case.model, options)
-        yield from _speed_rows(case, model, name, options)
+    wanted = options.models or MODELS
+    if MAIN.model in wanted:
+        model, name = _model(MAIN.model, options)
+        yield from _main_rows(model, name, _texts(model, name, options), options)
+    for which in wanted:
+        model, name = _model(which, options)
+        for case in SPEED_CASES:
+            if case.model == which:
+                yield from _speed_rows(case, model, name, options)
 
 
 # -- models and contexts ----------------------------------------------------------------------------------------------

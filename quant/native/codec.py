@@ -16,10 +16,11 @@ from typing import TypeAlias
 
 import torch
 
-from quant import native
+from quant import dispatch, native
 from quant.error_bound import ERROR_STEPS, part_bound
 from quant.record_layout import RUN_TOKENS, RecordLayout
 
+_OPERATIONS = ("int4_encode", "int4_decode")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STREAM_BYTES = 16 << 20
 """Decoded bytes from which stores go around the caches: a target this large would not stay in them anyway."""
@@ -29,8 +30,13 @@ _ABSENT: _Places = (0, 0, 0, 0, 0, 0, 0)
 
 
 def usable(*tensors: torch.Tensor | None) -> bool:
-    """Whether the C kernels are here and take these tensors: on the CPU, uint8 or all of one dtype they know."""
-    if native.kernels is None:
+    """Whether the C kernels run and take these tensors: on the CPU, uint8 or all of one dtype they know.
+
+    The codec is native as a whole or not at all: forcing either operation elsewhere takes both.
+    """
+    if native.kernels is None or any(
+        dispatch.implementation_of(operation, "cpu") != "native" for operation in _OPERATIONS
+    ):
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     dtypes = {tensor.dtype for tensor in given} - {torch.uint8}
@@ -49,7 +55,7 @@ def _limit(bound: float, bits: int) -> float:
 
 
 def _rows(blocks: torch.Tensor | None, offsets: torch.Tensor | None = None) -> _Places:
-    """Where the rows of [N, layers, kv_heads, tokens, dim] lie; block_offsets int64 [N] in bytes instead of a stride."""
+    """Where the rows of [N, layers, kv_heads, tokens, dim] lie; offsets int64 [N]: bytes, instead of a stride."""
     if blocks is None or not blocks.shape[-1]:
         return _ABSENT
     item = blocks.itemsize
@@ -145,7 +151,7 @@ def decode_blocks(
 
 
 def validate_blocks(records: torch.Tensor, layout: RecordLayout, counts: tuple[int, int, int]) -> torch.Tensor:
-    """bool [N]: records uint8 [N, bytes] that an encoder may have written. counts: layers, kv_heads, runs of a block."""
+    """bool [N]: records uint8 [N, bytes] that an encoder may have written. counts: layers, kv_heads, runs."""
     valid = torch.empty(records.shape[0], dtype=torch.uint8)
     places = _records(records, layout, counts[1], counts[2])
     native.kernels.codec_validate(_fields(layout), (records.shape[0], *counts), places, valid.data_ptr())

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from quant import BlockCodec, BlockShape, get_codec, native
 from quant.int4_decode import decode_keys, decode_values_rotated, validate_keys, validate_values
-from quant.int4_records import decode_records, decode_records_into, encode_records_into, validate_records
-from quant.int4_records import decode_records_rotated, encode_records_checked
+from quant.int4_records import (
+    decode_records,
+    decode_records_into,
+    decode_records_rotated,
+    encode_records_checked,
+    encode_records_into,
+    validate_records,
+)
 from quant.record_layout import RecordLayout, record_layout
 from quant.testing import CodecContract, bits_equal, random_block
 
