@@ -8,13 +8,17 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from quant import dispatch
 
 if TYPE_CHECKING:
     from kvstore.metrics import StoreMetrics
+
+NativeHashChain: TypeAlias = Callable[[bytes, memoryview, int], list[bytes]]
+NativeTokenBytes: TypeAlias = Callable[[Sequence[object]], bytes | None]
 
 HASH_CHAIN = "hash_chain"
 _PROMPT_TOKENS = 32768
@@ -53,16 +57,43 @@ def hash_chain_speed() -> dispatch.Speed:
     return dispatch.Speed(_PROMPT_TOKENS / best / 1e6, "M tokens/s", min(plain) / best, "one sha256 of their bytes")
 
 
+def native_hash_chain() -> NativeHashChain | None:
+    """The C function that hashes a run of blocks without media; None where hashlib has to.
+
+    (parent bytes[32], tokens uint32[blocks * block_tokens], block_tokens) -> the hash of each block, bytes[32] each.
+    """
+    if dispatch.implementation_of(HASH_CHAIN, "cpu") != "native":
+        return None
+    from quant import native
+
+    function: NativeHashChain = native.kernels.hash_chain
+    return function
+
+
+def native_token_bytes() -> NativeTokenBytes | None:
+    """The C function that turns a list or tuple of token ids into uint32, little-endian or big as the machine is.
+
+    It gives None unless all are plain ints in [0, 2**32). It belongs to the hash chain: both are native or neither.
+    """
+    if dispatch.implementation_of(HASH_CHAIN, "cpu") != "native":
+        return None
+    from quant import native
+
+    function: NativeTokenBytes = native.kernels.token_bytes
+    return function
+
+
 def offer_hash_chain() -> None:
     """The chain is made on the CPU wherever the blocks lie."""
-    native = dispatch.Implementation("native", partial(dispatch.native_absence, "hash_chain"), _native_variant)
+    absence = partial(dispatch.native_absence, "hash_chain", "token_bytes")
+    native = dispatch.Implementation("native", absence, _native_variant)
     dispatch.offer(HASH_CHAIN, "cpu", [native, dispatch.Implementation("hashlib")], measure=hash_chain_speed)
 
 
 def _native_variant() -> str:
     from quant import native
 
-    return "sha" if "sha" in native.features() else "plain"
+    return str(native.kernels.sha_best())
 
 
 offer_hash_chain()

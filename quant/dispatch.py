@@ -254,7 +254,7 @@ def _offer_own() -> None:
     offers: tuple[tuple[str, str, str, Callable[[], Speed] | None], ...] = (
         ("int4_encode", "int4_encode", "torch", _encode_speed),
         ("int4_decode", "int4_decode", "torch", _decode_speed),
-        ("page_copy", "page_gather", "numpy", None),
+        ("page_copy", "page_copy", "numpy", None),
     )
     for operation, function, plain, measure in offers:
         native = Implementation("native", partial(native_absence, function), native_variant)

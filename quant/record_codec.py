@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from quant.native import codec as native
 from quant.record_layout import RUN_TOKENS, BitsTable, RecordLayout, check_dims, check_run_tokens
 from quant.scratch import scratch
 from quant.tensor_checks import as_payload, check_block_shape, check_out, resolve_dtype, shape_of
+
+if TYPE_CHECKING:
+    from quant.cuda.codec import CudaCodec
 
 PIECE_ELEMENTS = 1 << 19  # of K and V together: 1 MiB of each in fp32
 LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,6 +84,10 @@ class RecordCodec(ABC):
 
     def _native_layout(self, dims: tuple[int, int], bits: tuple[int, int]) -> RecordLayout | None:
         """Layout of records that the C kernels code as this codec does; None where they do not."""
+        return None
+
+    def _cuda(self, operation: str, tensor: torch.Tensor) -> CudaCodec | None:
+        """CUDA kernels that do the operation ("int4_encode", "int4_decode") where the tensor lies, if there are any."""
         return None
 
     # ---- sizes
@@ -182,6 +190,9 @@ class RecordCodec(ABC):
         """
         shape = shape_of(keys, values, batch_dims=1)
         self.encoded_bytes(shape, keys.dtype)
+        if coder := self._cuda("int4_encode", keys):
+            given = keys, values if shape.value_dim else None
+            return coder.encode_slots(given, slots, memory, places_bytes, self._head_runs(shape), self._error_bound)
         native_runs = self._native_runs(shape, keys, values, memory)
         if not native_runs or keys.stride(-1) != 1 or (values is not None and values.stride(-1) != 1):
             return None
@@ -201,6 +212,9 @@ class RecordCodec(ABC):
         """
         shape = shape_of(keys, values, batch_dims=1)
         self.encoded_bytes(shape, keys.dtype)
+        if coder := self._cuda("int4_decode", keys):
+            given = keys, values if shape.value_dim else None
+            return coder.decode_slots(memory, places_bytes, given, self._head_runs(shape))
         native_runs = self._native_runs(shape, keys, values, memory)
         for run, layout in native_runs:
             native.decode_blocks(memory, *_part(keys, values, run), layout, offsets=places_bytes + run.offset)
@@ -212,6 +226,9 @@ class RecordCodec(ABC):
         """keys [N, L, H, T, Dk], values [N, L, H, T, Dv] or None -> out uint8 [N, encoded_bytes]; bool [N] accepted."""
         shape = shape_of(keys, values, batch_dims=1)
         check_out(out, (keys.shape[0], self.encoded_bytes(shape, keys.dtype)), keys.device)
+        if coder := self._cuda("int4_encode", keys):
+            given = keys, values if shape.value_dim else None
+            return coder.encode(*given, out, self._head_runs(shape), self._error_bound)
         accepted = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
         if native_runs := self._native_runs(shape, keys, values):
             for run, layout in native_runs:
@@ -312,6 +329,9 @@ class RecordCodec(ABC):
         if batch > 1:
             for index in range(keys.shape[0]):
                 self.decode_into(source[index], keys[index], None if values is None else values[index])
+            return
+        if coder := self._cuda("int4_decode", keys):
+            coder.decode(source, keys, values if shape.value_dim else None, self._head_runs(shape))
             return
         if native_runs := self._native_runs(shape, source, keys, values):
             for run, layout in native_runs:

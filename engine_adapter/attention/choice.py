@@ -6,6 +6,8 @@ Imports no torch: whether a backend runs is asked of the dispatch, and only the 
 
 from __future__ import annotations
 
+from functools import partial
+
 from quant.dispatch import (
     Implementation,
     cuda_absence,
@@ -29,7 +31,7 @@ def best_backend(device: str = "cpu") -> str:
 
 def offer_attention() -> None:
     """Offer what this package has. Called once, when the package of the backends is imported."""
-    native = Implementation("native", native_absence, native_variant)
+    native = Implementation("native", partial(native_absence, "attend"), native_variant)
     triton = Implementation("triton", _triton_absence)
     for operation in (DECODE, PREFILL):
         offer(operation, "cpu", [native, Implementation("torch")])

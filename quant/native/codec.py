@@ -16,10 +16,11 @@ from typing import TypeAlias
 
 import torch
 
-from quant import native
+from quant import dispatch, native
 from quant.error_bound import ERROR_STEPS, part_bound
 from quant.record_layout import RUN_TOKENS, RecordLayout
 
+_OPERATIONS = ("int4_encode", "int4_decode")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STREAM_BYTES = 16 << 20
 """Decoded bytes from which stores go around the caches: a target this large would not stay in them anyway."""
@@ -29,8 +30,13 @@ _ABSENT: _Places = (0, 0, 0, 0, 0, 0, 0)
 
 
 def usable(*tensors: torch.Tensor | None) -> bool:
-    """Whether the C kernels are here and take these tensors: on the CPU, uint8 or all of one dtype they know."""
-    if native.kernels is None:
+    """Whether the C kernels run and take these tensors: on the CPU, uint8 or all of one dtype they know.
+
+    The codec is native as a whole or not at all: forcing either operation elsewhere takes both.
+    """
+    if native.kernels is None or any(
+        dispatch.implementation_of(operation, "cpu") != "native" for operation in _OPERATIONS
+    ):
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     dtypes = {tensor.dtype for tensor in given} - {torch.uint8}

@@ -16,7 +16,19 @@ from typing import Any, TypeAlias
 
 Check: TypeAlias = Callable[[Any], str]
 
-CHECKS: dict[str, Check] = {}
+
+def _codec_check(extension: Any) -> str:
+    passed, encoded, decoded = extension.codec_selftest()
+    return "" if passed else f"bytes (digests {encoded:#x}, {decoded:#x}) are not the reference's"
+
+
+def _hash_check(extension: Any) -> str:
+    from quant.native import check_hash
+
+    return check_hash.check(extension)
+
+
+CHECKS: dict[str, Check] = {"codec": _codec_check, "hash": _hash_check}
 """Area -> its check. The order is the order in which they run."""
 
 

@@ -103,3 +103,18 @@ def test_codec_and_pages_are_offered_without_torch() -> None:
         for device in ("cpu", "cuda"):
             assert repr((operation, device)) in done.stdout
     assert done.stdout.strip().endswith("False False")
+
+
+def test_the_codec_runs_where_it_is_forced_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dispatch.implementation_of("int4_encode", "cpu") != "native":
+        pytest.skip("no native codec here")
+    import torch
+
+    from quant import get_codec, native
+
+    keys = torch.randn(1, 2, 16, 64, generator=torch.Generator().manual_seed(0))
+    codec = get_codec("int4")
+    expected = codec.encode(keys, keys)
+    with dispatch.forced("int4_encode", "cpu", "torch"), monkeypatch.context() as patched:
+        patched.setattr(native, "kernels", None)  # whoever still went there would fail
+        assert codec.encode(keys, keys) == expected

@@ -73,9 +73,9 @@ static PyObject *hash_chain(PyObject *self, PyObject *const *arguments, Py_ssize
         PyErr_Format(PyExc_ValueError, "parent: got %zd bytes, expected %d", parent_bytes, KV_HASH_BYTES);
     else if (block_tokens < 1 || block_tokens > PY_SSIZE_T_MAX / 8 || (uint64_t)block_tokens > UINT32_MAX)
         PyErr_Format(PyExc_ValueError, "block_tokens: got %zd, expected 1..2**32-1", block_tokens);
-    else if (tokens.itemsize != 4 || tokens.len % (4 * block_tokens) || (uintptr_t)tokens.buf % 4)
-        PyErr_Format(PyExc_ValueError, "tokens: got %zd bytes in items of %zd, expected uint32 in blocks of %zd", tokens.len,
-                     tokens.itemsize, block_tokens);
+    else if (tokens.itemsize != 4 || tokens.len % (4 * block_tokens) || (tokens.len && (uintptr_t)tokens.buf % 4))
+        PyErr_Format(PyExc_ValueError, "tokens: got %zd bytes in items of %zd, expected uint32 in blocks of %zd",
+                     tokens.len, tokens.itemsize, block_tokens);
     else
         list = hashes_of(way, (const uint8_t *)parent, &tokens, tokens.len / (4 * block_tokens), block_tokens);
     PyBuffer_Release(&tokens);

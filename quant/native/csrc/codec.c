@@ -11,6 +11,7 @@ float kv_signs_float[KV_DIM_MAX] __attribute__((aligned(64)));
 int16_t kv_signs_int16[KV_DIM_MAX] __attribute__((aligned(64)));
 uint16_t kv_sign_bits16[KV_DIM_MAX] __attribute__((aligned(64)));
 uint8_t kv_sign_mask[KV_DIM_MAX / 8] __attribute__((aligned(64)));
+int32_t kv_sign_pairs[KV_DIM_MAX / 32][64] __attribute__((aligned(64)));
 
 static uint64_t splitmix64(uint64_t index) {
     uint64_t u = 0x6b76696e7434u + (index + 1) * 0x9e3779b97f4a7c15u;
@@ -25,6 +26,9 @@ static __attribute__((constructor)) void fill_signs(void) {
         kv_signs_float[d] = negative ? -1.0f : 1.0f;
         kv_signs_int16[d] = negative ? -1 : 1;
         kv_sign_bits16[d] = negative ? 0x8000 : 0;
+        int32_t *pairs = kv_sign_pairs[d / 32] + 16 * (d % 2) + d % 32 / 2;
+        pairs[0] = (uint16_t)kv_signs_int16[d];
+        pairs[32] = (int32_t)((uint32_t)pairs[0] << 16);
         kv_sign_mask[d / 8] |= (uint8_t)(negative << d % 8);
     }
 }
@@ -61,12 +65,13 @@ static char *place(const kv_places *places, const position *at) {
            at->run * places->run_bytes;
 }
 
-static void prefetch(const char *at, int64_t bytes) {
+/* Inlined by force: a function that only prefetches looks free of effects to gcc, which drops calls of it. */
+KV_INLINE void prefetch(const char *at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(at + i);
 }
 
 /* Rows come in while something else is computed: the hardware's own prefetch ends at every page. */
-static void prefetch_rows(const char *first, int64_t row_bytes, int64_t used_bytes) {
+KV_INLINE void prefetch_rows(const char *first, int64_t row_bytes, int64_t used_bytes) {
     if (row_bytes == used_bytes) {
         prefetch(first, KV_RUN * used_bytes);
         return;
@@ -86,6 +91,11 @@ static kv_token_rows rows_at(const kv_codec_job *job, const kv_places *places, c
     return (kv_token_rows){place(places, at), places->row_bytes, job->dtype, job->stream};
 }
 
+KV_INLINE void prefetch_next_keys(const kv_codec_job *job, const position *next, int64_t key_bytes) {
+    prefetch_rows(place(&job->keys, next), job->keys.row_bytes, key_bytes);
+    prefetch(place(&job->records, next), job->layout.record_bytes);
+}
+
 static void encode_chunk(void *context, int64_t task) {
     const shared_work *work = context;
     const kv_codec_job *job = work->job;
@@ -99,8 +109,9 @@ static void encode_chunk(void *context, int64_t task) {
         uint8_t *record = (uint8_t *)place(&job->records, &at);
         const kv_token_rows keys = rows_at(job, &job->keys, &at);
         if (job->values.base) prefetch_rows(place(&job->values, &at), job->values.row_bytes, value_bytes);
+        if (!job->values.base && i + 1 < end) prefetch_next_keys(job, &next, key_bytes);
         int accepted = work->ops->encode_keys(&keys, layout, job->key_limit, record);
-        if (i + 1 < end) prefetch_rows(place(&job->keys, &next), job->keys.row_bytes, key_bytes);
+        if (job->values.base && i + 1 < end) prefetch_next_keys(job, &next, key_bytes);
         if (job->values.base) {
             const kv_token_rows values = rows_at(job, &job->values, &at);
             accepted &= work->ops->encode_values(&values, layout, job->value_limit, record);
@@ -108,6 +119,13 @@ static void encode_chunk(void *context, int64_t task) {
         memset(record + layout->used_bytes, 0, (size_t)(layout->record_bytes - layout->used_bytes));
         if (!accepted) __atomic_store_n(job->accepted + at.block, 0, __ATOMIC_RELAXED);
     }
+}
+
+/* Stores around the caches are ordered with nothing: whoever is told that the rows are ready must see them. */
+static void finish_streams(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#endif
 }
 
 static void decode_chunk(void *context, int64_t task) {
@@ -126,6 +144,7 @@ static void decode_chunk(void *context, int64_t task) {
         const kv_token_rows values = rows_at(job, &job->values, &at);
         (job->rotated ? work->ops->decode_rotated : work->ops->decode_values)(record, &job->layout, &values);
     }
+    if (job->stream) finish_streams();
 }
 
 static void share(const kv_codec_job *job, kv_task task, int threads) {

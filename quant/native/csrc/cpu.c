@@ -50,6 +50,12 @@ static uint32_t detect(void) {
         found |= KV_CPU_AMX;
     return found;
 }
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+#define HAS_SHA2 (1ul << 6) /* HWCAP_SHA2 */
+
+static uint32_t detect(void) { return getauxval(AT_HWCAP) & HAS_SHA2 ? KV_CPU_SHA : 0; }
 #else
 static uint32_t detect(void) { return 0; }
 #endif

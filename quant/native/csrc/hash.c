@@ -65,6 +65,9 @@ const kv_sha_way kv_sha_ways[] = {
 #ifdef KV_HAVE_SHA
     {"sha", kv_sha_x86, KV_CPU_SHA},
 #endif
+#ifdef KV_HAVE_SHA_ARM
+    {"sha", kv_sha_arm, KV_CPU_SHA},
+#endif
     {"plain", compress_plain, 0},
     {NULL, NULL, 0},
 };

@@ -29,6 +29,11 @@ extern const uint32_t kv_sha_constants[64];
 #ifdef KV_HAVE_SHA
 void kv_sha_x86(uint32_t state[8], const uint8_t *bytes, size_t count);
 #endif
+#if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && \
+    (defined(__ARM_FEATURE_SHA2) || (defined(__GNUC__) && !defined(__clang__)))
+#define KV_HAVE_SHA_ARM
+void kv_sha_arm(uint32_t state[8], const uint8_t *bytes, size_t count);
+#endif
 
 /* Hashes of `blocks` consecutive blocks without media: out[i] = SHA-256(0x01 || out[i-1] || uint32 n || n tokens ||
  * uint32 0), out[-1] = parent. `tokens` has blocks * block_tokens words, `out` room for blocks * 32 bytes. 0, or -1

@@ -62,9 +62,13 @@ def wheel_of(tree: Path, environment: dict[str, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The one real build; its environment asks for this machine's instructions, link-time and fast arithmetic."""
+    """The one real build; its environment asks for this machine's instructions, link-time and fast arithmetic.
+
+    Two paths are enough for what is asked of it, and a third of the time.
+    """
     tree = copied_tree(tmp_path_factory.mktemp("tree"))
-    wheel = wheel_of(tree, dict(os.environ) | {"CFLAGS": "-march=native -flto -ffast-math"})
+    spoiled = {"CFLAGS": "-march=native -flto -ffast-math", "KV_BUILD_PATHS": "avx2"}
+    wheel = wheel_of(tree, dict(os.environ) | spoiled)
     site = tree / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -94,7 +98,7 @@ def test_the_wheel_has_the_extension_and_no_sources(build: Build) -> None:
 @needs_compiler
 def test_the_wheel_runs_and_forced_to_the_baseline_too(build: Build) -> None:
     path, once = ask(build.site, PATH_OF).split()
-    assert (path in ("baseline", "avx2", "avx512", "avx512bf16", "amx"), once) == (True, "100")
+    assert (path in ("baseline", "avx2"), once) == (True, "100")
     assert ask(build.site, PATH_OF, KVSTORE_KERNELS="baseline").split() == ["baseline", "100"]
 
 
