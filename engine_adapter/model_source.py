@@ -37,6 +37,7 @@ __all__ = [
     "load_model",
     "model_cache_dir",
     "packaged_model_dir",
+    "packaged_model_parts",
     "weights_digest",
 ]
 
@@ -122,7 +123,7 @@ def packaged_model_dir(packaged: PackagedModel = SMOLLM2) -> Path:
 
     Raises FileNotFoundError, naming the package to install, when a part is missing.
     """
-    parts = [_locate(package, name) for package, name in packaged.parts]
+    parts = packaged_model_parts(packaged)
     folder = model_cache_dir() / packaged.name
     wanted = {"conversion": _CONVERSION, "source_bytes": [part.stat().st_size for part in parts if part]}
     if _is_current(folder, wanted if all(parts) else {"conversion": _CONVERSION}):
@@ -143,6 +144,11 @@ def packaged_model_dir(packaged: PackagedModel = SMOLLM2) -> Path:
         (fresh / _SOURCE_FILE).write_text(json.dumps(record, indent=1))
         _publish(fresh, folder, Path(scratch) / "replaced", wanted)
     return folder
+
+
+def packaged_model_parts(packaged: PackagedModel = SMOLLM2) -> list[Path | None]:
+    """The files that make up the model's GGUF, in order; None for each whose package is not installed."""
+    return [_locate(package, name) for package, name in packaged.parts]
 
 
 def weights_digest(folder: Path) -> str:

@@ -19,7 +19,8 @@ import torch
 
 from allocator import ConfigError, KVGeometry, UsageError
 from engine_adapter.batch import Int64Array
-from quant import BlockShape, record_bytes, unpack_records
+from engine_adapter.native_layout import GroupLayout, group_layout
+from quant import BlockShape, native, record_bytes, unpack_records
 from quant.int4_records import RecordParts
 from quant.record_layout import RUN_TOKENS
 
@@ -34,10 +35,12 @@ class RowIndex:
 
     keys, values: int64 tensors. In a dense group they number rows of one matrix (values None: they are in `keys`,
     after the keys); else they hold slots, and for a write the offsets inside them.
+    places: for a write in C, the slot mapping itself, int64[tokens]; the tensors are then empty.
     """
 
     keys: torch.Tensor
     values: torch.Tensor | None
+    places: Int64Array | None = None
 
 
 class PagedCache:
@@ -68,6 +71,10 @@ class PagedCache:
             raise UsageError(
                 f"layer {layer} is in no cache group; the geometry has {len(self._places)} layers"
             ) from None
+
+    def native_layout(self, group: int) -> GroupLayout | None:
+        """Where the group lies, for the C kernels; None where they cannot work on it."""
+        return self._groups[group].native
 
     # ---- write
 
@@ -186,6 +193,7 @@ class _GroupRows:
         self.group = group
         self.slab = slab
         self.layers = len(found.layers)
+        self.nothing = torch.empty(0, dtype=torch.int64)
         self.kv_heads = found.kv_heads
         self.key_dim = found.key_dim
         self.value_dim = found.value_dim
@@ -197,6 +205,7 @@ class _GroupRows:
                 f"the slab's blocks of group {group} are {list(self.full.shape[1:])} {self.full.dtype}; "
                 f"the geometry expects {list(wanted)} {geometry.dtype}"
             )
+        self.native = group_layout(slab, geometry, group, cold_codec)
         self.dense = self.full.is_contiguous() and self.key_dim == self.value_dim
         self.cold_codec = cold_codec
         self.cold_words: torch.Tensor | None = None
@@ -215,6 +224,15 @@ class _GroupRows:
     # ---- full blocks
 
     def write_index(self, slot_mapping: Int64Array) -> RowIndex:
+        if self.native is not None:
+            places = np.ascontiguousarray(slot_mapping, np.int64)
+            limit = self.full.shape[0] * self.block_tokens
+            if len(places) and not 0 <= places.min() <= places.max() < limit:
+                raise UsageError(
+                    f"group {self.group}: the slot mapping names places {places.min()}..{places.max()}; "
+                    f"the slab has 0..{limit - 1}"
+                )
+            return RowIndex(self.nothing, None, places)
         mapping = torch.tensor(slot_mapping, dtype=torch.int64, device=self.full.device)
         slots, offsets = mapping // self.block_tokens, mapping % self.block_tokens
         if not self.dense:
@@ -225,6 +243,9 @@ class _GroupRows:
         return RowIndex(rows[0].reshape(-1), rows[1].reshape(-1))
 
     def write(self, position: int, index: RowIndex, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        if index.places is not None:
+            self._write_native(position, index.places, keys, values)
+            return
         assert index.values is not None
         if self.dense and values is not None:
             shift = position * self.parts * self.block_tokens
@@ -235,6 +256,23 @@ class _GroupRows:
         self.keys_view[slots, position, :, offsets] = keys
         if values is not None and self.values_view is not None:
             self.values_view[slots, position, :, offsets] = values
+
+    def _write_native(self, position: int, places: Int64Array, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        assert self.native is not None
+        if len(keys) != len(places) or (values is not None and len(values) != len(places)):
+            raise UsageError(f"group {self.group}: got KV of {len(keys)} tokens for {len(places)} places")
+        if keys.stride(2) != 1:
+            keys = keys.contiguous()
+        item = keys.element_size()
+        address = token = head = 0
+        if values is not None:
+            if values.stride(2) != 1:
+                values = values.contiguous()
+            address, token, head = values.data_ptr(), values.stride(0) * item, values.stride(1) * item
+        native.kernels.write_tokens(
+            self.native.address, position, places.ctypes.data, len(places),
+            keys.data_ptr(), keys.stride(0) * item, keys.stride(1) * item, address, token, head,
+        )  # fmt: skip
 
     def full_index(self, slots: torch.Tensor) -> RowIndex:
         if not self.dense:

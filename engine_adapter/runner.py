@@ -43,6 +43,7 @@ class _Step:
     writes: tuple[RowIndex, ...]
     windows: tuple[int | None, ...]
     reached: set[int] = field(default_factory=set)
+    settings: AttentionSettings | None = None  # of the last layer; most models have the same for all
 
 
 _running: ContextVar[_Step | None] = ContextVar("kvstore_paged_step", default=None)
@@ -193,9 +194,10 @@ def paged_attention(
         )
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     step.cache.write(layer, step.writes[group], keys, values)
-    settings = AttentionSettings(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux
-    )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    settings = step.settings
+    if settings is None or settings.scaling != scaling or settings.softcap != softcap or settings.sinks is not s_aux:
+        settings = step.settings = AttentionSettings(scaling=scaling, softcap=softcap, sinks=s_aux)
     found = step.backend.attend(step.plans[group], layer, query[0].transpose(0, 1), keys, values, settings)
     return found[None], None
 

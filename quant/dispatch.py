@@ -109,6 +109,13 @@ def offer(
             _measures[operation, device] = measure
 
 
+def withdraw(operation: str, device: str) -> None:
+    """Take an offer back; nothing happens when there is none."""
+    with _lock:
+        for table in (_offers, _decided, _measures):
+            table.pop((operation, device), None)
+
+
 def implementation_of(operation: str, device: str) -> str:
     """Name of what runs it; "none" when nothing can. For callers in a hurry."""
     found = _decided.get((operation, device))
@@ -216,13 +223,14 @@ def cuda_absence() -> str:
 
 
 def module_absence(module: str, *packages: str) -> str:
-    """Why an optional part cannot run: a package that is not installed, or what its own `absence()` says."""
+    """Why an optional part cannot run: a package that is not installed, or what its `status()` says (runs, why not)."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         return f"no {', '.join(missing)}"
     if importlib.util.find_spec(module) is None:
         return f"{module} is not part of this version"
-    return str(importlib.import_module(module).absence())
+    runs, why_not = importlib.import_module(module).status()
+    return "" if runs else str(why_not)
 
 
 def _cuda_kernels_absence() -> str:
@@ -244,8 +252,8 @@ def _decode_speed() -> Speed:
 def _offer_own() -> None:
     """What quant itself can do. Page copies too: they are copies of bytes and know no tiers."""
     offers: tuple[tuple[str, str, str, Callable[[], Speed] | None], ...] = (
-        ("int4_encode", "int4_encode", "torch", _encode_speed),
-        ("int4_decode", "int4_decode", "torch", _decode_speed),
+        ("int4_encode", "codec_encode", "torch", _encode_speed),
+        ("int4_decode", "codec_decode", "torch", _decode_speed),
         ("page_copy", "page_copy", "numpy", None),
     )
     for operation, function, plain, measure in offers:

@@ -6,13 +6,18 @@ Stateless after construction; any thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from quant.cuda import cuda_codec_for
 from quant.error_bound import DEFAULT_ERROR_BOUND, check_error_bound, part_bound
 from quant.int4_records import decode_records_into, encode_records_into, validate_records
 from quant.record_codec import RecordCodec
-from quant.record_layout import BitsTable, record_bytes, record_layout
+from quant.record_layout import BitsTable, RecordLayout, record_bytes, record_layout
+
+if TYPE_CHECKING:
+    from quant.cuda.codec import CudaCodec
 
 
 class Int4Codec(RecordCodec):
@@ -66,6 +71,12 @@ class Int4Codec(RecordCodec):
     def record_bytes(self, key_dim: int, value_dim: int, bits: tuple[int, int]) -> int:
         """Bytes of one record."""
         return record_bytes(key_dim, value_dim, *bits)
+
+    def _native_layout(self, dims: tuple[int, int], bits: tuple[int, int]) -> RecordLayout | None:
+        return record_layout(*dims, *bits)
+
+    def _cuda(self, operation: str, tensor: torch.Tensor) -> CudaCodec | None:
+        return cuda_codec_for(tensor, operation)
 
     def _encode_piece(
         self, keys: torch.Tensor, values: torch.Tensor | None, records: torch.Tensor, bits: tuple[int, int]

@@ -24,6 +24,7 @@ from quant.int4_decode import (
     value_scales,
 )
 from quant.int4_encode import encode_keys, encode_values
+from quant.native import codec as native
 from quant.record_layout import RUN_TOKENS, RecordLayout, record_layout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,6 +76,15 @@ def _pieces(count: int, dims: tuple[int, int]) -> list[slice]:
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]
 
 
+def _as_blocks(keys: torch.Tensor, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[P, 16, dim] as P blocks of one layer and head."""
+    return keys[:, None, None], None if values is None else values[:, None, None]
+
+
+def _consecutive(records: torch.Tensor) -> torch.Tensor:
+    return records if records.stride(-1) == 1 else records.contiguous()
+
+
 def encode_records_into(
     keys: torch.Tensor,
     values: torch.Tensor | None,
@@ -106,6 +116,8 @@ def encode_records_checked(
     dims = keys.shape[-1], 0 if values is None else values.shape[-1]
     layout = record_layout(*dims, key_bits, value_bits)
     records = torch.empty((keys.shape[0], layout.record_bytes), dtype=torch.uint8, device=keys.device)
+    if native.usable(keys, values):
+        return records, native.encode_blocks(*_as_blocks(keys, values), records, layout, error_bound)
     accepted = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
     for part in _pieces(keys.shape[0], dims):
         some = None if values is None else values[part]
@@ -164,6 +176,9 @@ def decode_records(
     """
     dims = (key_dim, value_dim)
     layout, keys, values = _decode(records, dims, dtype, (key_bits, value_bits), out)
+    if native.usable(records):
+        native.decode_blocks(_consecutive(records), *_as_blocks(keys, values), layout)
+        return keys, values
     for part in _pieces(records.shape[0], dims):
         decode_records_into(records[part], keys[part], None if values is None else values[part], layout)
     return keys, values
@@ -182,6 +197,9 @@ def decode_records_rotated(
     """As decode_records, but values stay rotated: sum softmax weights times them, then `rotate_back` once per head."""
     dims = (key_dim, value_dim)
     layout, keys, values = _decode(records, dims, dtype, (key_bits, value_bits), out)
+    if native.usable(records):
+        native.decode_blocks(_consecutive(records), *_as_blocks(keys, values), layout, rotated=True)
+        return keys, values
     for part in _pieces(records.shape[0], dims):
         decode_keys(records[part], keys[part], layout)
         if values is not None:
@@ -214,5 +232,7 @@ def validate_records(
     True means that every decoded number is finite. Code bytes themselves have no invalid value.
     """
     layout = _layout_of(records, (key_dim, value_dim), (key_bits, value_bits))
+    if native.usable(records):
+        return native.validate_blocks(_consecutive(records), layout, (1, 1, 1))
     good = validate_keys(records, layout)
     return good & validate_values(records, layout) if value_dim else good

@@ -14,7 +14,7 @@ import torch
 from quant.codec import BlockCodec, BlockShape, get_codec
 from quant.dispatch import Speed
 
-_SHAPE = BlockShape(layers=16, kv_heads=8, block_tokens=16, key_dim=128, value_dim=128)  # 1 MiB in bfloat16
+_SHAPE = BlockShape(layers=128, kv_heads=8, block_tokens=16, key_dim=128, value_dim=128)  # 8 MiB: not in caches
 _ROUNDS = 5
 
 
@@ -32,7 +32,7 @@ def int4_decode() -> Speed:
 
 
 def _block() -> tuple[BlockCodec, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codec, K, V, room for the payload), K and V each bfloat16[16, 8, 16, 128]."""
+    """(codec, K, V, room for the payload), K and V each bfloat16[128, 8, 16, 128]."""
     draw = torch.Generator().manual_seed(0)
     keys = torch.randn(_SHAPE.keys_shape, generator=draw).to(torch.bfloat16)
     values = torch.randn(_SHAPE.values_shape, generator=draw).to(torch.bfloat16)

@@ -6,16 +6,21 @@ Stateless; any thread. Subclasses say how long a record is and how a batch of re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from quant.codec import BlockShape, BlockTooLossy, CodecError, DtypeName, HeadError, Payload
 from quant.error_bound import relative_rms
-from quant.record_layout import RUN_TOKENS, BitsTable, check_dims, check_run_tokens
+from quant.native import codec as native
+from quant.record_layout import RUN_TOKENS, BitsTable, RecordLayout, check_dims, check_run_tokens
 from quant.scratch import scratch
 from quant.tensor_checks import as_payload, check_block_shape, check_out, resolve_dtype, shape_of
+
+if TYPE_CHECKING:
+    from quant.cuda.codec import CudaCodec
 
 PIECE_ELEMENTS = 1 << 19  # of K and V together: 1 MiB of each in fp32
 LOSSY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,6 +38,12 @@ class HeadRun:
     bits: tuple[int, int]
     offset: int
     record_bytes: int
+
+
+def _part(keys: torch.Tensor, values: torch.Tensor | None, run: HeadRun) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Views of the run's layers and heads of [N, L, H, T, dim]."""
+    some = None if values is None or not values.shape[-1] else values[:, run.layers, run.kv_heads]
+    return keys[:, run.layers, run.kv_heads], some
 
 
 class RecordCodec(ABC):
@@ -70,6 +81,14 @@ class RecordCodec(ABC):
     @abstractmethod
     def _validate_piece(self, records: torch.Tensor, dims: tuple[int, int], bits: tuple[int, int]) -> torch.Tensor:
         """bool [P]."""
+
+    def _native_layout(self, dims: tuple[int, int], bits: tuple[int, int]) -> RecordLayout | None:
+        """Layout of records that the C kernels code as this codec does; None where they do not."""
+        return None
+
+    def _cuda(self, operation: str, tensor: torch.Tensor) -> CudaCodec | None:
+        """CUDA kernels that do the operation ("int4_encode", "int4_decode") where the tensor lies, if there are any."""
+        return None
 
     # ---- sizes
 
@@ -146,13 +165,76 @@ class RecordCodec(ABC):
         part = payload[blocks, start : start + count * run.record_bytes]
         return part.view(part.shape[0], count, run.record_bytes)
 
+    def _native_runs(self, shape: BlockShape, *tensors: torch.Tensor | None) -> list[tuple[HeadRun, RecordLayout]]:
+        """The head runs with the layouts of their records, for the C kernels; [] where those are not to be had."""
+        if not native.usable(*tensors):
+            return []
+        dims = shape.key_dim, shape.value_dim
+        found = [(run, self._native_layout(dims, run.bits)) for run in self._head_runs(shape)]
+        return [(run, layout) for run, layout in found if layout is not None]
+
+    # ---- slots of a slab, in place
+
+    def encode_slots(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        slots: Sequence[int],
+        memory: torch.Tensor,
+        places_bytes: Sequence[int],
+    ) -> torch.Tensor | None:
+        """Encode blocks `slots` of keys [S, L, H, T, Dk] and values, without a copy, into memory uint8 [bytes].
+
+        Block i goes to memory[places_bytes[i]:]. bool [len(slots)] accepted; None where there is no kernel for it:
+        gather the blocks then and call encode_batch. Raises CodecError for shapes; slots and places are not checked.
+        """
+        shape = shape_of(keys, values, batch_dims=1)
+        self.encoded_bytes(shape, keys.dtype)
+        if coder := self._cuda("int4_encode", keys):
+            given = keys, values if shape.value_dim else None
+            return coder.encode_slots(given, slots, memory, places_bytes, self._head_runs(shape), self._error_bound)
+        native_runs = self._native_runs(shape, keys, values, memory)
+        if not native_runs or keys.stride(-1) != 1 or (values is not None and values.stride(-1) != 1):
+            return None
+        accepted = torch.ones(len(slots), dtype=torch.bool)
+        for run, layout in native_runs:
+            places = [place + run.offset for place in places_bytes]
+            parts = _part(keys, values, run)
+            accepted &= native.encode_slots(*parts, slots, memory, places, layout, self._error_bound)
+        return accepted
+
+    def decode_slots(
+        self, memory: torch.Tensor, places_bytes: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None
+    ) -> bool:
+        """Decode the blocks at byte offsets int64 [N] of memory uint8 [bytes] into keys [N, L, H, T, Dk] and values.
+
+        False where there is no kernel for it: gather the payloads then and call decode_into.
+        """
+        shape = shape_of(keys, values, batch_dims=1)
+        self.encoded_bytes(shape, keys.dtype)
+        if coder := self._cuda("int4_decode", keys):
+            given = keys, values if shape.value_dim else None
+            return coder.decode_slots(memory, places_bytes, given, self._head_runs(shape))
+        native_runs = self._native_runs(shape, keys, values, memory)
+        for run, layout in native_runs:
+            native.decode_blocks(memory, *_part(keys, values, run), layout, offsets=places_bytes + run.offset)
+        return bool(native_runs)
+
     # ---- encode
 
     def encode_batch(self, keys: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """keys [N, L, H, T, Dk], values [N, L, H, T, Dv] or None -> out uint8 [N, encoded_bytes]; bool [N] accepted."""
         shape = shape_of(keys, values, batch_dims=1)
         check_out(out, (keys.shape[0], self.encoded_bytes(shape, keys.dtype)), keys.device)
+        if coder := self._cuda("int4_encode", keys):
+            given = keys, values if shape.value_dim else None
+            return coder.encode(*given, out, self._head_runs(shape), self._error_bound)
         accepted = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
+        if native_runs := self._native_runs(shape, keys, values):
+            for run, layout in native_runs:
+                parts = _part(keys, values, run)
+                accepted &= native.encode_blocks(*parts, out[:, run.offset :], layout, self._error_bound)
+            return accepted
         runs = shape.block_tokens // RUN_TOKENS
         for blocks, layers, run in self._pieces(shape, keys.shape[0]):
             key_part = keys[blocks, layers, run.kv_heads].reshape(-1, RUN_TOKENS, shape.key_dim)
@@ -248,6 +330,13 @@ class RecordCodec(ABC):
             for index in range(keys.shape[0]):
                 self.decode_into(source[index], keys[index], None if values is None else values[index])
             return
+        if coder := self._cuda("int4_decode", keys):
+            coder.decode(source, keys, values if shape.value_dim else None, self._head_runs(shape))
+            return
+        if native_runs := self._native_runs(shape, source, keys, values):
+            for run, layout in native_runs:
+                native.decode_blocks(source[:, run.offset :], *_part(keys, values, run), layout)
+            return
         runs = shape.block_tokens // RUN_TOKENS
         for blocks, layers, run in self._pieces(shape, keys.shape[0]):
             records = self._records_view(source, blocks, layers, run, runs).reshape(-1, run.record_bytes)
@@ -274,6 +363,10 @@ class RecordCodec(ABC):
         source = source.reshape(-1, size)
         good = torch.ones(source.shape[0], dtype=torch.bool, device=source.device)
         runs = shape.block_tokens // RUN_TOKENS
+        if native_runs := self._native_runs(shape, source):
+            for run, layout in native_runs:
+                good &= native.validate_blocks(source[:, run.offset :], layout, (1, self._head_count(run, shape), runs))
+            return good.view(lead)
         for blocks, layers, run in self._pieces(shape, source.shape[0]):
             view = self._records_view(source, blocks, layers, run, runs)
             records = view.reshape(-1, run.record_bytes)

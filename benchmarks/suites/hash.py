@@ -7,10 +7,11 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from benchmarks.peers import PeerProcess
 from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
 from benchmarks.suites import pool_workload as work
 from benchmarks.suites.own_pool import OwnSide
-from benchmarks.suites.pool import VllmPeer, vllm_python
+from benchmarks.suites.pool import PEER, vllm_python
 from kvstore import HashChain
 from kvstore.operations import HASH_CHAIN, native_hashing
 from quant import dispatch
@@ -36,7 +37,7 @@ def rows(options: Options) -> Iterator[Row]:
     if python is None:
         options.log("hash: vLLM is not here, so nothing of it stands beside")
         return
-    peer = VllmPeer(python)
+    peer = PeerProcess(python, PEER)
     try:
         own = OwnSide()
         row = _beside(

@@ -50,10 +50,11 @@ class _Bench:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Speculation, chunked prefill, then fidelity after a hit."""
+    """Speculation, chunked prefill, fidelity after a hit; then what a tight budget serves."""
     import torch
 
     from benchmarks.quality import after_hit
+    from benchmarks.suites import loop_tight
     from engine_adapter.model_source import SMOLLM2, load_model
     from engine_adapter.runner import HFRunner
 
@@ -67,6 +68,7 @@ def rows(options: Options) -> Iterator[Row]:
         yield from after_hit.rows(loaded, runner, options)
     finally:
         runner.release()
+    yield from loop_tight.rows(options)
 
 
 def _speculation(bench: _Bench, options: Options) -> Iterator[Row]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO
 
+from benchmarks.peers import PeerProcess, peer_python
 from benchmarks.rows import Options, Row, compared, interleaved
 from benchmarks.suites import pool_workload as work
 from benchmarks.suites.own_pool import OwnSide
 
-_ROOT = Path(__file__).resolve().parents[2]
 _VARIABLE = "KVSTORE_VLLM_PYTHON"
 _BASELINE = "vllm"
+PEER = "benchmarks.suites.vllm_peer"
 _NOTE = (
     "Pool rows: blocks of 16 tokens, caching on; the pool is full of idle blocks, every other one hashed, so that "
     "taking blocks evicts hashed ones. A block counts once for allocate and free together. Prompts have 32,768 tokens. "
@@ -64,7 +59,7 @@ def rows(options: Options) -> Iterator[Row]:
     """One row a case; without vLLM the rows stand alone, named the same."""
     own = OwnSide()
     python = None if options.quick else vllm_python()
-    peer = VllmPeer(python) if python else None
+    peer = PeerProcess(python, PEER) if python else None
     if peer is None and not options.quick:
         options.log(f"pool: vLLM is not here, so nothing stands beside; run make bench-peers or set {_VARIABLE}")
     try:
@@ -95,7 +90,7 @@ def _grown(own: OwnSide, what: str, options: Options) -> Row:
     )
 
 
-def _measured(case: _Case, own: OwnSide, peer: VllmPeer | None, rounds: int) -> Row:
+def _measured(case: _Case, own: OwnSide, peer: PeerProcess | None, rounds: int) -> Row:
     run: Callable[..., float] = getattr(own, case.method)
 
     def ours(number: int) -> float:
@@ -121,53 +116,5 @@ def _measured(case: _Case, own: OwnSide, peer: VllmPeer | None, rounds: int) -> 
 
 
 def vllm_python() -> str | None:
-    """An interpreter that has vLLM: named by the environment, made by `make bench-peers`, or none."""
-    named = os.environ.get(_VARIABLE)
-    if named:
-        if not Path(named).is_file():
-            raise RuntimeError(
-                f"{_VARIABLE} is {named!r}, which is no file: expected a Python interpreter that has vLLM"
-            )
-        return named
-    made = _ROOT / ".venv-vllm" / "bin" / "python"
-    return str(made) if made.is_file() else None
-
-
-class VllmPeer:
-    """The peer process: one request and one answer at a time."""
-
-    def __init__(self, python: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.suites.vllm_peer"],
-            cwd=_ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if "pytest" in sys.modules else None,
-            text=True,
-        )
-        self.version = str(self._answer()["version"])
-
-    def seconds(self, method: str, *arguments: object) -> float:
-        """Have one case done once."""
-        assert self._process.stdin is not None
-        print(json.dumps({"method": method, "arguments": arguments}), file=self._process.stdin, flush=True)
-        answer = self._answer()["seconds"]
-        assert isinstance(answer, float)
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _answer(self) -> dict[str, object]:
-        answers: IO[str] | None = self._process.stdout
-        assert answers is not None
-        line = answers.readline()
-        if not line:
-            raise RuntimeError(f"the vLLM peer ended with code {self._process.wait(timeout=60)}; its error is above")
-        answer: dict[str, object] = json.loads(line)
-        return answer
+    """An interpreter that has vLLM, or none."""
+    return peer_python(_VARIABLE, ".venv-vllm")

@@ -6,11 +6,8 @@ Nothing of this project is imported but the workload's numbers.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import json
 import os
-import sys
 import time
 from importlib import metadata
 from typing import Any
@@ -26,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from benchmarks.peers import serve
 from benchmarks.rows import Stopwatch
 from benchmarks.suites import pool_workload as work
 
@@ -173,18 +171,5 @@ def _version() -> str:
     return "of unknown version"
 
 
-def serve() -> None:
-    """Answer until standard input ends."""
-    side = VllmSide()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not land between the answers
-    print(json.dumps({"version": _version()}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        seconds = getattr(side, asked["method"])(*asked["arguments"])
-        gc.collect()
-        print(json.dumps({"seconds": seconds}), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    serve()
+    serve(VllmSide(), _version())

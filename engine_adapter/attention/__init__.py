@@ -78,7 +78,11 @@ class AttentionBackend(Protocol):
         """
 
 
-_BUILT_IN: dict[str, tuple[str, str]] = {"torch": ("engine_adapter.attention.torch_paged", "TorchPagedAttention")}
+_BUILT_IN: dict[str, tuple[str, str]] = {
+    "native": ("engine_adapter.attention.native_paged", "NativePagedAttention"),
+    "torch": ("engine_adapter.attention.torch_paged", "TorchPagedAttention"),
+    "triton": ("engine_adapter.attention.triton_paged", "TritonPagedAttention"),
+}
 _registered: dict[str, Callable[[], AttentionBackend]] = {}
 
 

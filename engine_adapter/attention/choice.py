@@ -6,6 +6,8 @@ Imports no torch: whether a backend runs is asked of the dispatch, and only the 
 
 from __future__ import annotations
 
+from functools import partial
+
 from quant.dispatch import (
     Implementation,
     cuda_absence,
@@ -17,7 +19,6 @@ from quant.dispatch import (
 )
 
 DECODE, PREFILL = "decode_attention", "prefill_attention"
-_NATIVE = "engine_adapter.attention.native_paged"
 _TRITON = "engine_adapter.attention.triton_paged"
 
 
@@ -30,7 +31,7 @@ def best_backend(device: str = "cpu") -> str:
 
 def offer_attention() -> None:
     """Offer what this package has. Called once, when the package of the backends is imported."""
-    native = Implementation("native", _native_absence, native_variant)
+    native = Implementation("native", partial(native_absence, "attend"), native_variant)
     triton = Implementation("triton", _triton_absence)
     for operation in (DECODE, PREFILL):
         offer(operation, "cpu", [native, Implementation("torch")])
@@ -39,7 +40,7 @@ def offer_attention() -> None:
 
 
 def _native_absence() -> str:
-    return native_absence() or module_absence(_NATIVE)
+    return native_absence("attend", "write_tokens")
 
 
 def _triton_absence() -> str:

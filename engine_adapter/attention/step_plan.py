@@ -106,7 +106,7 @@ def plan_group(
     readers: list[_Reader] = []
     row = 0
     for part in batch:
-        table = _checked_table(part, group, block_tokens, window_tokens)
+        table = checked_table(part, group, block_tokens, window_tokens)
         if part.token_count > BATCHED_QUERIES_MAX:
             pieces.extend(_cut_pieces(part, row, table, block_tokens, window_tokens))
         else:
@@ -128,7 +128,11 @@ def first_visible(position: int, window_tokens: int | None) -> int:
     return 0 if window_tokens is None else max(0, position - window_tokens + 1)
 
 
-def _checked_table(part: SequenceSlice, group: int, block_tokens: int, window_tokens: int | None) -> Int64Array:
+def checked_table(part: SequenceSlice, group: int, block_tokens: int, window_tokens: int | None) -> Int64Array:
+    """The table of a slice, cut to the blocks of written tokens.
+
+    Raises UsageError when it lacks a block that a query must see, or does not agree with the slot mapping.
+    """
     if group >= len(part.tables):
         raise UsageError(
             f"sequence {part.sequence_id!r} brings tables for {len(part.tables)} cache groups; group {group} is missing"

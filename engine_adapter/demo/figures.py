@@ -107,5 +107,10 @@ FIGURES = (
         lambda r: small(r.mean_kl),
         "How far the predictions are from those of ample, in nats; 0 is no difference.",
     ),
+    Figure(
+        "tokens a second",
+        lambda r: f"{r.output_tokens_per_second:.1f}",
+        "Output tokens over the time of the whole setting, reading of prompts included.",
+    ),
     Figure("time", lambda r: seconds(r.wall_seconds), "Wall time of the whole setting."),
 )

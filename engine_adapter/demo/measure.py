@@ -78,8 +78,13 @@ class SettingReport:
     cpu_seconds: float
     timeline: Timeline = field(repr=False)
 
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Throughput over the whole workload, prefill included."""
+        return self.output_tokens / self.wall_seconds if self.wall_seconds else 0.0
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "output_tokens_per_second": self.output_tokens_per_second}
 
 
 @dataclass(frozen=True, slots=True)

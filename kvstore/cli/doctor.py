@@ -134,5 +134,7 @@ def _machine_lines(report: Report) -> list[str]:
     asked = f", OMP_NUM_THREADS={cores['omp_num_threads']}" if cores["omp_num_threads"] else ""
     lines.append(f"threads   {cores['cores']} cores{quota}{asked}; callers pass torch.get_num_threads()")
     lines.append(f"memory    transparent huge pages: {pages.setting}; {pages.meaning}")
+    if not entry_points(group=CHECKS_GROUP):
+        lines.append("note      no package above has registered (is kvstore-llm installed?): attention is not listed")
     lines += [f"problem   {one}" for one in report["problems"]]
     return lines

@@ -105,7 +105,7 @@ def _int64(offsets: Offsets | None) -> npt.NDArray[np.int64] | None:
 
 
 def _bytes_of(buffer: Buffer) -> npt.NDArray[np.uint8]:
-    view = memoryview(buffer)  # type: ignore[arg-type]
+    view: memoryview = memoryview(buffer)  # type: ignore[arg-type]
     return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 

@@ -17,10 +17,19 @@ from typing import Any, TypeAlias
 Check: TypeAlias = Callable[[Any], str]
 
 
+def _codec_check(extension: Any) -> str:
+    passed, encoded, decoded = extension.codec_selftest()
+    return "" if passed else f"bytes (digests {encoded:#x}, {decoded:#x}) are not the reference's"
+
+
 def _hash_check(extension: Any) -> str:
     from quant.native import check_hash
 
     return check_hash.check(extension)
+
+
+def _attention_check(extension: Any) -> str:
+    return "" if extension.attention_selftest() else "sums differ from plain arithmetic"
 
 
 def _pages_check(extension: Any) -> str:
@@ -29,7 +38,12 @@ def _pages_check(extension: Any) -> str:
     return check_pages.check(extension)
 
 
-CHECKS: dict[str, Check] = {"hash": _hash_check, "pages": _pages_check}
+CHECKS: dict[str, Check] = {
+    "codec": _codec_check,
+    "hash": _hash_check,
+    "pages": _pages_check,
+    "attention": _attention_check,
+}
 """Area -> its check. The order is the order in which they run."""
 
 

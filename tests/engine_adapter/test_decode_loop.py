@@ -189,6 +189,10 @@ def test_settings_that_cannot_work_are_refused(make_kit: KitMaker) -> None:
         DecodeLoop(kit.runner, 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="runner: got NoneType; expected a Runner"):
         DecodeLoop(None, kit.store)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"clock: got 5 \(int\); expected a function that returns seconds"):
+        DecodeLoop(kit.runner, kit.store, clock=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="clock: returned None"):
+        DecodeLoop(kit.runner, kit.store, clock=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="geometry"):
         DecodeLoop(make_kit("latent").runner, kit.store)
 

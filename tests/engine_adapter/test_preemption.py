@@ -123,7 +123,7 @@ def test_a_prompt_waits_for_memory_that_cooling_holds(make_kit: KitMaker, monkey
     """Blocks in flight cannot be evicted, so an admission with nothing else running must wait for them, not fail."""
     executors: list[SteppedExecutor] = []
 
-    def make_executor(_kind: str) -> SteppedExecutor:
+    def make_executor(_kind: str, **_settings: object) -> SteppedExecutor:
         executors.append(SteppedExecutor())
         return executors[-1]
 

@@ -44,6 +44,7 @@ def test_a_plain_request_is_accepted() -> None:
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"top_p": None}, "top_p must be a number, got None"),
         ({"seed": "x"}, "seed must be an int, got 'x'"),
+        ({"exact": "no"}, "exact must be True or False, got 'no'"),
         ({"forced_token_ids": [3, 99]}, r"forced_token_ids\[1\] is 99"),
     ],
 )

@@ -15,6 +15,7 @@ from engine_adapter.attention import backend_names, get_backend, register_backen
 from engine_adapter.attention.torch_paged import TorchPagedAttention
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.runner import HFRunner
+from quant import native
 from tests.engine_adapter.paged_kit import Paged, reference_logits, reference_tokens, tiny_model
 
 PROMPT = [7 * at % 89 + 1 for at in range(70)]
@@ -142,7 +143,8 @@ def test_one_sequence_that_overflows_does_not_touch_its_neighbours() -> None:
 
 
 def test_backends_are_chosen_in_one_place() -> None:
-    assert isinstance(get_backend(), TorchPagedAttention)
+    assert get_backend().name == ("torch" if native.kernels is None else "native")
+    assert isinstance(get_backend("torch"), TorchPagedAttention)
     assert get_backend("torch") is not get_backend("torch")
     with pytest.raises(ConfigError, match=r"unknown attention backend 'abacus'; known:.*torch"):
         get_backend("abacus")

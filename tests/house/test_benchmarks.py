@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import markdown
-from benchmarks.rows import Report, Row, Stopwatch, compared, interleaved, shown, spread
+from benchmarks.rows import Report, Row, Stopwatch, compared, interleaved, rotated, shown, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = {"suite", "case", "unit", "value", "baseline", "baseline_value", "ratio", "rounds", "spread", "note"}
@@ -41,6 +41,21 @@ def test_rounds_alternate_which_side_begins_and_leave_the_first_out() -> None:
     ours, theirs = interleaved(side("o", 1), side("t", 2), 3)
     assert order == ["t-1", "o-1", "o0", "t0", "t1", "o1", "o2", "t2"]
     assert (ours, theirs) == ([1, 2, 3], [2, 3, 4])
+
+
+def test_rotated_rounds_begin_with_each_side_in_turn() -> None:
+    order: list[str] = []
+
+    def side(name: str):  # type: ignore[no-untyped-def]
+        def run(number: int) -> float:
+            order.append(f"{name}{number}")
+            return number
+
+        return run
+
+    found = rotated({name: side(name) for name in "abc"}, 3)
+    assert order == ["c-1", "a-1", "b-1", "a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
+    assert found == {name: [0, 1, 2] for name in "abc"}
 
 
 def test_spread_is_half_the_quartiles_distance_over_the_median() -> None:
@@ -82,6 +97,11 @@ def test_page_has_a_table_a_suite_and_each_note_once() -> None:
     [
         (["--suite", "nonsense", "--json", "-"], "unknown suite nonsense: choose from pool"),
         (["--suite", "pool", "--json", "-", "--rounds", "0"], "--rounds: got 0"),
+        (["--suite", "fidelity", "--model", "nowhere", "--json", "-"], "unknown nowhere: choose from gemma3, smollm2"),
+        (["--suite", "pool", "--model", "smollm2", "--json", "-"], "unknown smollm2: choose from (none)"),
+        (["--suite", "pool"], "--json: give a file"),
+        (["--suite", "pool", "--from", "x.json"], "--suite measures and --from reads"),
+        (["--from", "/proc/nothing.json"], "--from: /proc/nothing.json is no report"),
         (["--suite", "pool", "--json", "/"], "--json: got the folder /"),
         (["--suite", "pool", "--json", "-", "--report", "/proc/page.md"], "--report: cannot write"),
     ],

@@ -284,7 +284,8 @@ def test_a_queue_at_its_limit_refuses_and_counts() -> None:
 
 
 def test_a_task_that_raises_does_not_end_the_thread() -> None:
-    executor = ThreadExecutor()
+    causes: list[str] = []
+    executor = ThreadExecutor(on_failed=causes.append)
     done = threading.Event()
 
     def fail() -> None:
@@ -293,7 +294,7 @@ def test_a_task_that_raises_does_not_end_the_thread() -> None:
     executor.submit(fail)
     executor.submit(done.set)
     assert done.wait(5)
-    assert executor.failed_count == 1
+    assert (executor.failed_count, causes) == (1, ["RuntimeError"])
     executor.close()
     executor.close()
     with pytest.raises(UsageError, match="after close"):

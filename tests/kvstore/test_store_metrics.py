@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import UsageError
 from kvstore.metrics import StoreMetrics
+from quant import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore import KVStore
 
 
 def test_case_145_hits_are_counted_once_a_request() -> None:
@@ -75,6 +83,41 @@ def test_the_exposition_parses_and_agrees() -> None:
     assert samples["kvstore_tier_used_bytes", (("tier", "host"),)] == 77
     assert samples["kvstore_requests_total", ()] == 0
     assert all(name.startswith("kvstore_") for name, _ in samples)
+
+
+def test_a_restated_gauge_forgets_what_is_gone() -> None:
+    metrics = StoreMetrics()
+    first = {"operation": "hash_chain", "device": "cpu", "path": "native-sha"}
+    metrics.restate("kernel_path", [(first, 1)])
+    metrics.restate("kernel_path", [(first | {"path": "hashlib"}, 1)])
+    assert metrics.snapshot() == {'kernel_path{operation="hash_chain",device="cpu",path="hashlib"}': 1}
+    with pytest.raises(UsageError, match=r"expected .*device"):
+        metrics.restate("kernel_path", [({"operation": "hash_chain"}, 1)])
+
+
+def test_a_store_says_which_path_runs_each_operation(make_store: Callable[..., KVStore]) -> None:
+    store = make_store()
+    for path in ("plain", "fast"):
+        dispatch.offer("test_sum", "cpu", [dispatch.Implementation(path)])
+        try:
+            shown = [name for name in store.metrics.snapshot() if name.startswith("kernel_path{")]
+            text = store.metrics.prometheus_text()
+        finally:
+            dispatch.withdraw("test_sum", "cpu")
+        expected = {(one.operation, one.device, one.path) for one in dispatch.decisions("cpu")}
+        assert {tuple(re.findall('"([^"]*)"', name)) for name in shown} == {*expected, ("test_sum", "cpu", path)}
+        assert f'kvstore_kernel_path{{device="cpu",operation="test_sum",path="{path}"}} 1.0' in text
+
+
+def test_a_task_that_fails_on_the_stores_thread_is_a_metric(make_store: Callable[..., KVStore]) -> None:
+    store = make_store(io_threads="thread")
+
+    def fail() -> None:
+        raise ZeroDivisionError("planted")
+
+    store._parts.executor.submit(fail)
+    store.close()
+    assert store.metrics.get("failed_tasks", cause="ZeroDivisionError") == 1
 
 
 def test_stores_do_not_share_counts() -> None:

@@ -19,8 +19,7 @@ SUM = "test_sum"
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    for table in (dispatch._offers, dispatch._decided, dispatch._measures):
-        table.pop((SUM, "cpu"), None)  # type: ignore[attr-defined]
+    dispatch.withdraw(SUM, "cpu")
 
 
 def test_the_first_that_can_run_is_decided_on_once() -> None:
@@ -104,3 +103,21 @@ def test_codec_and_pages_are_offered_without_torch() -> None:
         for device in ("cpu", "cuda"):
             assert repr((operation, device)) in done.stdout
     assert done.stdout.strip().endswith("False False")
+
+
+def test_the_codec_runs_where_it_is_forced_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from quant import get_codec, native
+
+    if native.kernels is None:
+        pytest.skip(native.reason)
+    assert dispatch.implementation_of("int4_encode", "cpu") == "native"
+    assert dispatch.implementation_of("int4_decode", "cpu") == "native"
+
+    keys = torch.randn(1, 2, 16, 64, generator=torch.Generator().manual_seed(0))
+    codec = get_codec("int4")
+    expected = codec.encode(keys, keys)
+    with dispatch.forced("int4_encode", "cpu", "torch"), monkeypatch.context() as patched:
+        patched.setattr(native, "kernels", None)  # whoever still went there would fail
+        assert codec.encode(keys, keys) == expected

@@ -22,9 +22,12 @@ typedef struct {
     int key_dim;
     int value_dim;        /* of a latent group: the leading dims of K that are V */
     int latent;           /* V is the first value_dim channels of K: records and full pieces have no V of their own */
+    int key_bits;         /* of the records' codes, 4 or 5; */
+    int value_bits;       /* 4 or 3. One (layer, head) has one pair */
     const float *query;   /* [rows][key_dim], times scaling * log2(e); with a softcap times scaling only */
     const int32_t *first; /* [rows] first position that the row sees */
     const int32_t *last;  /* [rows] last position that it sees */
+    float scale;          /* what `query` was multiplied with: scaling * log2(e), or scaling with a softcap */
     float softcap;        /* 0: none. Else score = softcap * tanh(score / softcap) * log2(e) */
     void *prepared;       /* what prepare_* of the path made of the query; kv_attention_ops.prepared_bytes large */
 } kv_rows;
@@ -63,6 +66,14 @@ struct kv_attention_ops {
                  void *scratch, kv_partial *partial);
     void (*full)(const kv_rows *rows, kv_dtype dtype, const kv_full_piece *pieces, int count, const kv_full_piece *ahead,
                  int ahead_count, void *scratch, kv_partial *partial);
+    /* into = both partials' softmax over what either saw; rows of `dim` values. */
+    void (*merge)(int rows, int dim, kv_partial *into, const kv_partial *from);
+    /* Rows of V summed in int4's rotated space, back to V's own channels, in place. */
+    void (*rotate_back)(float *rows, int count, int dim);
+    /* Count floats to the dtype, rounded to nearest even. */
+    void (*narrow)(const float *from, int count, kv_dtype dtype, void *to);
+    /* And back, times scale. */
+    void (*widen)(const void *from, int count, kv_dtype dtype, float scale, float *to);
 };
 
 #endif
