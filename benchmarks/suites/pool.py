@@ -12,7 +12,7 @@ from benchmarks.suites.own_pool import OwnSide
 
 _VARIABLE = "KVSTORE_VLLM_PYTHON"
 _BASELINE = "vllm"
-_PEER = "benchmarks.suites.vllm_peer"
+PEER = "benchmarks.suites.vllm_peer"
 _NOTE = (
     "Pool rows: blocks of 16 tokens, caching on; the pool is full of idle blocks, every other one hashed, so that "
     "taking blocks evicts hashed ones. A block counts once for allocate and free together. Prompts have 32,768 tokens. "
@@ -54,7 +54,7 @@ def rows(options: Options) -> Iterator[Row]:
     """One row a case; without vLLM the rows stand alone, named the same."""
     own = OwnSide()
     python = None if options.quick else vllm_python()
-    peer = PeerProcess(python, _PEER) if python else None
+    peer = PeerProcess(python, PEER) if python else None
     if peer is None and not options.quick:
         options.log(f"pool: vLLM is not here, so nothing stands beside; run make bench-peers or set {_VARIABLE}")
     try:
