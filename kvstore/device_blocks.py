@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from allocator import FULL, ConfigError, KVGeometry, Slab
+from allocator import COLD, FULL, ConfigError, KVGeometry, Slab
 from quant import BlockShape, CodecError, get_codec
+from quant.native import pages
 
 if TYPE_CHECKING:
     from allocator import ExtentLayout
@@ -124,18 +125,29 @@ class DeviceBlocks:
         if codec is None:
             raise ConfigError("no cold codec is configured (codec = 'raw'): nothing can be encoded")
         slab = self._slab
+        keys = slab.keys_view(group)
+        values = slab.values_view(group) if self._geometry.groups[group].value_dim else None
+        in_place = getattr(codec, "encode_slots", None)
+        if in_place is not None:
+            places = [slab.layout.slot_offset_bytes(2 * group + COLD, slot) for slot in cold_slots]
+            done = in_place(keys, values, full_slots, slab.bytes, places)
+            if done is not None:
+                return [bool(flag) for flag in done.tolist()]
         index = torch.as_tensor(full_slots, device=slab.device)
-        keys = slab.keys_view(group)[index]
-        values = slab.values_view(group)[index] if self._geometry.groups[group].value_dim else None
+        keys, values = keys[index], None if values is None else values[index]
         cold = slab.cold_view(group)
         out = torch.empty((len(full_slots), cold.shape[-1]), dtype=torch.uint8, device=slab.device)
         accepted = codec.encode_batch(keys, values, out)
-        extents, places = slab.cold_index(group, np.asarray(cold_slots, dtype=np.int64))
-        cold[torch.from_numpy(extents), torch.from_numpy(places)] = out
+        extents, inside = slab.cold_index(group, np.asarray(cold_slots, dtype=np.int64))
+        cold[torch.from_numpy(extents), torch.from_numpy(inside)] = out
         return [bool(flag) for flag in accepted.tolist()]
 
     def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None:
-        self._slab.copy_slots(2 * group + form, [source_slot], [target_slot])
+        if self._on_host:
+            source = self._slab.slot_memory(2 * group + form, source_slot)
+            pages.move(source, 0, self._slab.slot_memory(2 * group + form, target_slot), 0, source.nbytes)
+        else:
+            self._slab.copy_slots(2 * group + form, [source_slot], [target_slot])
 
     def zero_tail(self, group: int, slot: int, token: int) -> None:
         self._slab.zero_tail(group, slot, token)

@@ -20,7 +20,7 @@ _TRIED_SIZES = 64
 
 def aligned(size_bytes: int) -> int:
     """Slot bytes for a copy of this size."""
-    return max(ALIGN_BYTES, -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES or ALIGN_BYTES
 
 
 class Extent:

@@ -130,7 +130,8 @@ class HostIndex:
         for extent in entry.extents:
             extent.entries.add(entry)
         self.used_bytes += slot_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
         return entry
 
     def publish(self, entry: HostEntry) -> None:
@@ -224,7 +225,9 @@ class HostIndex:
         if entry.is_queued or not entry.may_go:
             return
         entry.is_queued = True
-        heap = self._candidates.setdefault(entry.slot_bytes, [])
+        heap = self._candidates.get(entry.slot_bytes)
+        if heap is None:
+            heap = self._candidates[entry.slot_bytes] = []
         heapq.heappush(heap, (entry.tick, id(entry), entry))
         if len(heap) > 64 and len(heap) > 2 * self.copy_count:  # copies deleted since then must not pile up here
             heap[:] = [item for item in heap if item[2].is_linked]

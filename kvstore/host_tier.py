@@ -6,7 +6,7 @@ copy whose block still has stored children stays while any leaf can go. A copy t
 read is never evicted; reads are protected from submit_get on.
 
 Own-process copies carry no checksum. `_lock` guards the index and is never held while bytes are copied; copies go
-through numpy, which lets other threads run meanwhile.
+past the cache where the C kernels are there, and let other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from allocator.errors import ConfigError, IntegrityError, UsageError
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
@@ -24,6 +22,7 @@ from kvstore.host_arena import HostArena
 from kvstore.host_index import HostEntry, HostIndex
 from kvstore.queued_tier import QueuedTier
 from kvstore.tier import Job, ResultCode
+from quant.native import pages
 
 
 class HostTier(QueuedTier):
@@ -221,11 +220,11 @@ class HostTier(QueuedTier):
     def _copy_in(self, entry: HostEntry, job: Job) -> None:
         memory, at = self._arena.memory, entry.offset
         for row in job.rows:
-            np.copyto(memory[at : at + row.nbytes], row)
+            pages.move(row, 0, memory, at, row.nbytes)
             at += row.nbytes
 
     def _copy_out(self, entry: HostEntry, job: Job) -> None:
         memory, at = self._arena.memory, entry.offset
         for row in job.rows:
-            np.copyto(row, memory[at : at + row.nbytes])
+            pages.move(memory, at, row, 0, row.nbytes)
             at += row.nbytes

@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from allocator.errors import ConfigError, UsageError
-from kvstore.operations import native_hash_chain
+from kvstore.operations import native_hashing
 from kvstore.token_ids import TOKEN_LIMIT, TokenIds
 from kvstore.token_ids import as_token_array as as_token_array
 
@@ -385,8 +385,8 @@ class HashChain:
             for begin in range(start, stop, block):
                 last = self._hash_span(_BLOCK_TAG, last, begin, begin + block)
                 fresh.append(last)
-        elif (native := native_hash_chain()) is not None:
-            fresh = native(last, memoryview(self._tokens)[start:stop], block)
+        elif (native := native_hashing()) is not None:
+            fresh = native.hash_chain(last, memoryview(self._tokens)[start:stop], block)
         elif stop - start == block:
             fresh = [self._hash_span(_BLOCK_TAG, last, start, stop)]
         else:

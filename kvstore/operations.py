@@ -9,16 +9,13 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from quant import dispatch
 
 if TYPE_CHECKING:
     from kvstore.metrics import StoreMetrics
-
-NativeHashChain: TypeAlias = Callable[[bytes, memoryview, int], list[bytes]]
-NativeTokenBytes: TypeAlias = Callable[[Sequence[object]], bytes | None]
 
 HASH_CHAIN = "hash_chain"
 _PROMPT_TOKENS = 32768
@@ -57,30 +54,29 @@ def hash_chain_speed() -> dispatch.Speed:
     return dispatch.Speed(_PROMPT_TOKENS / best / 1e6, "M tokens/s", min(plain) / best, "one sha256 of their bytes")
 
 
-def native_hash_chain() -> NativeHashChain | None:
-    """The C function that hashes a run of blocks without media; None where hashlib has to.
+class NativeHashing(NamedTuple):
+    """The two C functions that a hash chain needs.
 
-    (parent bytes[32], tokens uint32[blocks * block_tokens], block_tokens) -> the hash of each block, bytes[32] each.
+    hash_chain   (parent bytes[32], tokens uint32[blocks * block_tokens], block_tokens) -> hashes of a run of blocks
+                 without media, bytes[32] each
+    token_bytes  a list or tuple of token ids as uint32 in the machine's order; None unless all are plain ints in
+                 [0, 2**32)
     """
-    if dispatch.implementation_of(HASH_CHAIN, "cpu") != "native":
-        return None
+
+    hash_chain: Callable[[bytes, memoryview, int], list[bytes]]
+    token_bytes: Callable[[Sequence[object]], bytes | None]
+
+
+def native_hashing() -> NativeHashing | None:
+    """What hashes in C here; None where hashlib has to."""
+    return _loaded() if dispatch.implementation_of(HASH_CHAIN, "cpu") == "native" else None
+
+
+@cache
+def _loaded() -> NativeHashing:
     from quant import native
 
-    function: NativeHashChain = native.kernels.hash_chain
-    return function
-
-
-def native_token_bytes() -> NativeTokenBytes | None:
-    """The C function that turns a list or tuple of token ids into uint32, little-endian or big as the machine is.
-
-    It gives None unless all are plain ints in [0, 2**32). It belongs to the hash chain: both are native or neither.
-    """
-    if dispatch.implementation_of(HASH_CHAIN, "cpu") != "native":
-        return None
-    from quant import native
-
-    function: NativeTokenBytes = native.kernels.token_bytes
-    return function
+    return NativeHashing(native.kernels.hash_chain, native.kernels.token_bytes)
 
 
 def offer_hash_chain() -> None:

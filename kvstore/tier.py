@@ -218,4 +218,4 @@ def as_byte_row(buffer: Buffer, *, writable: bool = False) -> ByteRow:
         raise UsageError(f"buffer: got a view of shape {view.shape} with gaps; expected contiguous bytes")
     if writable and view.readonly:
         raise UsageError(f"buffer: got a read-only {type(buffer).__name__}; expected a writable one")
-    return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
+    return np.frombuffer(view, _UINT8) if view.nbytes else np.empty(0, _UINT8)

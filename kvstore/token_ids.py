@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from allocator.errors import UsageError
-from kvstore.operations import native_token_bytes
+from kvstore.operations import native_hashing
 
 TOKEN_LIMIT = 1 << 32
 _FEW = 64  # ids that are converted before a call into C would be decided on
@@ -28,8 +28,8 @@ def as_token_array(token_ids: TokenIds) -> array[int]:
         if isinstance(token_ids, str | bytes | bytearray) or not isinstance(token_ids, Iterable):
             raise UsageError(f"token ids: got {type(token_ids).__name__}; expected a list of int or an integer array")
         token_ids = list(token_ids)
-    native = native_token_bytes() if len(token_ids) > _FEW else None
-    if native is not None and (exact := native(token_ids)) is not None:
+    native = native_hashing() if len(token_ids) > _FEW else None
+    if native is not None and (exact := native.token_bytes(token_ids)) is not None:
         return array("I", exact)
     try:
         tokens = array("I", token_ids)

@@ -252,8 +252,8 @@ def _decode_speed() -> Speed:
 def _offer_own() -> None:
     """What quant itself can do. Page copies too: they are copies of bytes and know no tiers."""
     offers: tuple[tuple[str, str, str, Callable[[], Speed] | None], ...] = (
-        ("int4_encode", "int4_encode", "torch", _encode_speed),
-        ("int4_decode", "int4_decode", "torch", _decode_speed),
+        ("int4_encode", "codec_encode", "torch", _encode_speed),
+        ("int4_decode", "codec_decode", "torch", _decode_speed),
         ("page_copy", "page_copy", "numpy", None),
     )
     for operation, function, plain, measure in offers:

@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from benchmarks.peers import PeerProcess
 from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
 from benchmarks.suites import pool_workload as work
 from benchmarks.suites.own_pool import OwnSide
-from benchmarks.suites.pool import VllmPeer, vllm_python
+from benchmarks.suites.pool import PEER, vllm_python
 from kvstore import HashChain
-from kvstore.operations import HASH_CHAIN, native_hash_chain
+from kvstore.operations import HASH_CHAIN, native_hashing
 from quant import dispatch
 
 _ROOT = bytes(range(32))
@@ -26,8 +27,7 @@ _VLLM_NOTE = "vLLM's own sha256 block hasher over the same list, its fastest tha
 def rows(options: Options) -> Iterator[Row]:
     """Rows beside hashlib everywhere; beside vLLM where it is."""
     yield _beside(options, "hash_32k_vs_hashlib", _whole, _by_hashlib, "hashlib, the same code")
-    native = native_hash_chain()
-    if native is not None:
+    if native_hashing() is not None:
         from quant.native import kernels
 
         for way, runs_here in kernels.sha_ways():
@@ -37,7 +37,7 @@ def rows(options: Options) -> Iterator[Row]:
     if python is None:
         options.log("hash: vLLM is not here, so nothing of it stands beside")
         return
-    peer = VllmPeer(python)
+    peer = PeerProcess(python, PEER)
     try:
         own = OwnSide()
         row = _beside(

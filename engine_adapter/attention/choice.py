@@ -39,5 +39,9 @@ def offer_attention() -> None:
     offer(PREFILL, "cuda", [Implementation("torch", cuda_absence)])
 
 
+def _native_absence() -> str:
+    return native_absence("attend", "write_tokens")
+
+
 def _triton_absence() -> str:
     return cuda_absence() or module_absence(_TRITON, "triton")

@@ -22,7 +22,7 @@ from quant.record_layout import RUN_TOKENS, RecordLayout
 
 _OPERATIONS = ("int4_encode", "int4_decode")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-STREAM_BYTES = 16 << 20
+STREAM_BYTES = 4 << 20
 """Decoded bytes from which stores go around the caches: a target this large would not stay in them anyway."""
 _LINE_BYTES = 64
 _Places: TypeAlias = "tuple[int, int, int, int, int, int, int]"

@@ -10,8 +10,9 @@ extension is there (quant.dispatch decides: operation "page_copy"), by numpy pie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -65,11 +66,31 @@ def copy_pieces(
     sizes = piece_bytes if isinstance(piece_bytes, int) else _int64(piece_bytes)
     starts, goals = _int64(source_offsets), _int64(target_offsets)
     if dispatch.implementation_of(OPERATION, "cpu") == "native":
-        from quant import native
-
-        native.kernels.page_copy(source, starts, target, goals, sizes, int(stores), threads)
+        _native()(source, starts, target, goals, sizes, int(stores), threads)
         return
     _copy_by_numpy(_bytes_of(source), starts, _bytes_of(target), goals, sizes)
+
+
+def move(source: Buffer, start: int, target: Buffer, goal: int, size_bytes: int) -> None:
+    """One run of bytes from `start` of `source` to `goal` of `target`, a place that nobody reads soon.
+
+    Stores go past the cache: into memory that is not there, that is quicker than a plain copy. ValueError
+    as above.
+    """
+    if dispatch.implementation_of(OPERATION, "cpu") == "native":
+        _native()(source, start, target, goal, size_bytes, 0, 1)
+        return
+    one = np.array([start]), np.array([goal])
+    _copy_by_numpy(_bytes_of(source), one[0], _bytes_of(target), one[1], size_bytes)
+
+
+@cache
+def _native() -> Callable[..., None]:
+    """The C function; only where the dispatch has found that it is there."""
+    from quant import native
+
+    function: Callable[..., None] = native.kernels.page_copy
+    return function
 
 
 def _int64(offsets: Offsets | None) -> npt.NDArray[np.int64] | None:
@@ -84,8 +105,8 @@ def _int64(offsets: Offsets | None) -> npt.NDArray[np.int64] | None:
 
 
 def _bytes_of(buffer: Buffer) -> npt.NDArray[np.uint8]:
-    view = memoryview(buffer)
-    return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype=np.uint8)
+    view: memoryview = memoryview(buffer)  # type: ignore[arg-type]
+    return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 
 def _copy_by_numpy(
@@ -104,16 +125,23 @@ def _copy_by_numpy(
     sizes = np.broadcast_to(np.asarray(piece_bytes, dtype=np.int64), (counts.pop(),))
     if len(sizes) and int(sizes.min()) < 0:
         raise ValueError(f"piece {int(sizes.argmin())}: got {int(sizes.min())} bytes, expected 0 or more")
-    packed = np.cumsum(sizes) - sizes
-    starts = _checked(starts if starts is not None else packed, sizes, len(source), "source")
-    goals = _checked(goals if goals is not None else packed, sizes, len(target), "target")
+    starts = _checked(starts, sizes, len(source), "source")
+    goals = _checked(goals, sizes, len(target), "target")
     for start, goal, size in zip(starts.tolist(), goals.tolist(), sizes.tolist(), strict=True):
         target[goal : goal + size] = source[start : start + size]
 
 
 def _checked(
-    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], buffer_bytes: int, name: str
+    offsets: npt.NDArray[np.int64] | None, sizes: npt.NDArray[np.int64], buffer_bytes: int, name: str
 ) -> npt.NDArray[np.int64]:
+    """The offsets, those of packed pieces for None; ValueError when a piece is not inside the buffer."""
+    if offsets is None:
+        total = sum(sizes.tolist())
+        if total > buffer_bytes:
+            raise ValueError(
+                f"{name}: {len(sizes)} pieces have {total} bytes in all, expected at most its {buffer_bytes}"
+            )
+        return np.cumsum(sizes) - sizes
     outside = np.flatnonzero((offsets < 0) | (offsets > buffer_bytes) | (sizes > buffer_bytes - offsets))
     if len(outside):
         piece = int(outside[0])

@@ -28,7 +28,22 @@ def _hash_check(extension: Any) -> str:
     return check_hash.check(extension)
 
 
-CHECKS: dict[str, Check] = {"codec": _codec_check, "hash": _hash_check}
+def _attention_check(extension: Any) -> str:
+    return "" if extension.attention_selftest() else "sums differ from plain arithmetic"
+
+
+def _pages_check(extension: Any) -> str:
+    from quant.native import check_pages
+
+    return check_pages.check(extension)
+
+
+CHECKS: dict[str, Check] = {
+    "codec": _codec_check,
+    "hash": _hash_check,
+    "pages": _pages_check,
+    "attention": _attention_check,
+}
 """Area -> its check. The order is the order in which they run."""
 
 

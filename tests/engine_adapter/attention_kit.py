@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from allocator import CacheGroup, GroupKind, KVGeometry
+from allocator import CacheGroup, GroupKind, KVGeometry, Slab
 from engine_adapter.attention import AttentionBackend, AttentionSettings
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.paged_cache import PagedCache
@@ -46,6 +46,7 @@ class Scene:
         codec: Any = None,
         block_tokens: int = 16,
         heads: int = HEADS,
+        slab: tuple[Slab, list[list[int]]] | None = None,
         seed: int = 0,
     ) -> None:
         kind = GroupKind.LATENT if value_dim == 0 else GroupKind.FULL if window is None else GroupKind.SLIDING
@@ -61,7 +62,7 @@ class Scene:
         self.codec = codec or Int4Codec()
         self.window = window
         total = sum(-(-(context + new) // block_tokens) for context, new in lengths)
-        self.slab, (full, cold) = make_slab(self.geometry, total + 4, cold=cold_share > 0, codec=self.codec)
+        self.slab, (full, cold) = slab or make_slab(self.geometry, total + 4, cold=cold_share > 0, codec=self.codec)
         draw = random.Random(seed)
         draw.shuffle(full)
         draw.shuffle(cold)
@@ -148,6 +149,11 @@ class Scene:
                 found.append(torch.einsum("hgt,htd->hgd", weights, values).flatten(0, 1))
                 row += 1
         return torch.stack(found)
+
+    def relative_error(self, backend: AttentionBackend, layer: int, settings: AttentionSettings = PLAIN) -> float:
+        """Of the whole output, against float64."""
+        found, expected = self.run(backend, layer, settings).double(), self.expected(layer, settings)
+        return float((found - expected).norm() / expected.norm())
 
     def check(self, backend: AttentionBackend, settings: AttentionSettings = PLAIN) -> None:
         """Every layer near float64: to 32-bit rounding, and where integer products fold INT4 scales, to 1e-3."""

@@ -70,3 +70,18 @@ def test_rows_without_a_finite_maximum_have_no_choice() -> None:
     rows = torch.tensor([[0.0, 1.0], [torch.nan, 1.0], [-torch.inf, -torch.inf], [torch.inf, 0.0], [-torch.inf, 0.0]])
     assert first_choices(rows) == [1, None, None, None, 1]
     assert first_choices(torch.empty(0, 5)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_first_choices_are_torchs_and_the_first_of_equals(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-3, 4, (50, 997), generator=generator).to(dtype)
+    assert first_choices(logits) == torch.max(logits, dim=-1).indices.tolist()
+    logits[3, 500] = torch.nan
+    logits[4] = -torch.inf
+    logits[5, 7] = torch.inf
+    logits[6, 0] = -torch.inf
+    found = first_choices(logits)
+    assert found[3:6] == [None, None, None]
+    assert found[6] is not None
+    assert first_choices(logits[:0]) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import markdown
-from benchmarks.rows import Report, Row, Stopwatch, compared, interleaved, shown, spread
+from benchmarks.rows import Report, Row, Stopwatch, compared, interleaved, rotated, shown, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = {"suite", "case", "unit", "value", "baseline", "baseline_value", "ratio", "rounds", "spread", "note"}
@@ -41,6 +41,21 @@ def test_rounds_alternate_which_side_begins_and_leave_the_first_out() -> None:
     ours, theirs = interleaved(side("o", 1), side("t", 2), 3)
     assert order == ["t-1", "o-1", "o0", "t0", "t1", "o1", "o2", "t2"]
     assert (ours, theirs) == ([1, 2, 3], [2, 3, 4])
+
+
+def test_rotated_rounds_begin_with_each_side_in_turn() -> None:
+    order: list[str] = []
+
+    def side(name: str):  # type: ignore[no-untyped-def]
+        def run(number: int) -> float:
+            order.append(f"{name}{number}")
+            return number
+
+        return run
+
+    found = rotated({name: side(name) for name in "abc"}, 3)
+    assert order == ["c-1", "a-1", "b-1", "a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
+    assert found == {name: [0, 1, 2] for name in "abc"}
 
 
 def test_spread_is_half_the_quartiles_distance_over_the_median() -> None:
@@ -84,6 +99,9 @@ def test_page_has_a_table_a_suite_and_each_note_once() -> None:
         (["--suite", "pool", "--json", "-", "--rounds", "0"], "--rounds: got 0"),
         (["--suite", "fidelity", "--model", "nowhere", "--json", "-"], "unknown nowhere: choose from gemma3, smollm2"),
         (["--suite", "pool", "--model", "smollm2", "--json", "-"], "unknown smollm2: choose from (none)"),
+        (["--suite", "pool"], "--json: give a file"),
+        (["--suite", "pool", "--from", "x.json"], "--suite measures and --from reads"),
+        (["--from", "/proc/nothing.json"], "--from: /proc/nothing.json is no report"),
         (["--suite", "pool", "--json", "/"], "--json: got the folder /"),
         (["--suite", "pool", "--json", "-", "--report", "/proc/page.md"], "--report: cannot write"),
     ],
@@ -109,3 +127,14 @@ def test_pool_suite_has_every_case_that_is_asked_for() -> None:
         *("alloc_free_1", "alloc_free_16", "alloc_free_256", "alloc_free_2048"),
         *("hash_32k", "lookup_32k", "admit_cold_32k", "admit_warm_32k", "free_32k", "decode_step"),
     }
+
+
+def test_hash_and_pages_suites_have_every_case_that_is_asked_for() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--suite", "hash,pages", "--json", "-", "--quick", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["hash_32k_vs_hashlib"]["ratio"] > 0
+    for case in ("gather_32KiB", "scatter_32KiB", "gather_2KiB", "scatter_2KiB"):
+        assert rows[case]["ratio"] > 0
+        assert rows[case]["baseline"] == "memmove"

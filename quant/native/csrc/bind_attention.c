@@ -92,6 +92,13 @@ static PyObject *plan_fields(PyObject *self, PyObject *unused) {
     return PyLong_FromLongLong(KV_PLAN_FIELDS);
 }
 
+static PyObject *selftest(PyObject *self, PyObject *unused) {
+    (void)self, (void)unused;
+    const int passed = kv_attention_selftest();
+    if (passed < 0) return PyErr_NoMemory();
+    return PyBool_FromLong(passed);
+}
+
 PyMethodDef kv_attention_methods[] = {
     {"attend", (PyCFunction)(void (*)(void))attend, METH_FASTCALL,
      "attend(plan, layer, query, token stride, head stride, query heads, dtype, out, value dim, sinks, threads, "
@@ -99,6 +106,7 @@ PyMethodDef kv_attention_methods[] = {
     {"write_tokens", (PyCFunction)(void (*)(void))write_tokens, METH_FASTCALL,
      "write_tokens(plan, layer, slot mapping, tokens, keys, token bytes, head bytes, values, token bytes, head bytes): "
      "KV of a step into its slots"},
+    {"attention_selftest", selftest, METH_NOARGS, "whether the active path attends as plain arithmetic does"},
     {"plan_fields", plan_fields, METH_NOARGS, "fields of an attention plan"},
     {NULL, NULL, 0, NULL},
 };

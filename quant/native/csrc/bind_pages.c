@@ -20,9 +20,25 @@ typedef struct {
     int64_t total_bytes;
 } page_call;
 
-/* An own copy of an int64 array; NULL for None and, with an error set, for what is none. */
+/* One number, for a single piece. */
+static int64_t *single(PyObject *given, const char *name, int64_t *count) {
+    const int64_t number = PyLong_AsLongLong(given);
+    if (number == -1 && PyErr_Occurred()) return NULL;
+    if (*count >= 0 && *count != 1) {
+        PyErr_Format(PyExc_ValueError, "%s: got 1 for %lld pieces, expected one each", name, (long long)*count);
+        return NULL;
+    }
+    int64_t *own = malloc(sizeof *own);
+    if (!own) return (int64_t *)PyErr_NoMemory();
+    *own = number;
+    *count = 1;
+    return own;
+}
+
+/* An own copy of an int64 array, or of one int; NULL for None and, with an error set, for what is neither. */
 static int64_t *copied(PyObject *given, const char *name, int64_t *count) {
     if (given == Py_None) return NULL;
+    if (PyLong_Check(given)) return single(given, name, count);
     Py_buffer buffer;
     if (PyObject_GetBuffer(given, &buffer, PyBUF_SIMPLE)) return NULL;
     const int64_t items = buffer.len / 8;
@@ -163,7 +179,7 @@ static PyObject *page_copy(PyObject *self, PyObject *const *arguments, Py_ssize_
 
 PyMethodDef kv_page_methods[] = {
     {"page_copy", (PyCFunction)(void (*)(void))page_copy, METH_FASTCALL,
-     "(source, source_offsets or None, target, target_offsets or None, piece_bytes int or int64[n], stores 0 by size "
-     "1 cached 2 streaming, threads): copies n pieces; ValueError, with nothing copied, for one outside its buffer"},
+     "(source, source_offsets, target, target_offsets, piece_bytes int or int64[n], stores 0 by size 1 cached 2 "
+     "streaming, threads), offsets int64[n], an int for one piece or None for packed pieces: copies n pieces; ValueError, with nothing copied, for one outside its buffer"},
     {NULL, NULL, 0, NULL},
 };

@@ -6,6 +6,7 @@
 
 #define CHUNK_BYTES (64 * 1024) /* of rows, that a thread takes at a time */
 #define LINE_BYTES 64
+#define AHEAD_BYTES (16 * 1024) /* of rows between what is coded and what is prefetched */
 
 float kv_signs_float[KV_DIM_MAX] __attribute__((aligned(64)));
 int16_t kv_signs_int16[KV_DIM_MAX] __attribute__((aligned(64)));
@@ -82,43 +83,51 @@ KV_INLINE void prefetch_rows(const char *first, int64_t row_bytes, int64_t used_
 typedef struct {
     const kv_codec_job *job;
     const kv_codec_ops *ops;
-    int64_t records, chunk;
+    int64_t records, chunk, ahead; /* records in all, of a task, and between work and prefetch */
 } shared_work;
+
+static int64_t last_of(const shared_work *work, int64_t first) {
+    return first + work->chunk < work->records ? first + work->chunk : work->records;
+}
 
 static int64_t item_bytes(const kv_codec_job *job) { return job->dtype == KV_F32 ? 4 : 2; }
 
 static kv_token_rows rows_at(const kv_codec_job *job, const kv_places *places, const position *at) {
-    return (kv_token_rows){place(places, at), places->row_bytes, job->dtype, job->stream};
+    return (kv_token_rows){.first = place(places, at), .row_bytes = places->row_bytes, .dtype = job->dtype, .stream = job->stream};
 }
 
-KV_INLINE void prefetch_next_keys(const kv_codec_job *job, const position *next, int64_t key_bytes) {
-    prefetch_rows(place(&job->keys, next), job->keys.row_bytes, key_bytes);
-    prefetch(place(&job->records, next), job->layout.record_bytes);
+/* Rows that follow without gaps are left for the kernel to prefetch, others are prefetched here. */
+KV_INLINE void announce(kv_token_rows *rows, const char *next, int64_t row_bytes, int64_t used_bytes) {
+    if (row_bytes == used_bytes)
+        rows->ahead = next, rows->ahead_bytes = (int)(KV_RUN * used_bytes);
+    else
+        prefetch_rows(next, row_bytes, used_bytes);
+}
+
+static void encode_one(const shared_work *work, const position *at, const position *later) {
+    const kv_codec_job *job = work->job;
+    const kv_record_layout *layout = &job->layout;
+    uint8_t *record = (uint8_t *)place(&job->records, at);
+    kv_token_rows keys = rows_at(job, &job->keys, at), values = {0};
+    if (job->values.base) values = rows_at(job, &job->values, at);
+    if (later) {
+        announce(&keys, place(&job->keys, later), keys.row_bytes, layout->key_dim * item_bytes(job));
+        if (job->values.base)
+            announce(&values, place(&job->values, later), values.row_bytes, layout->value_dim * item_bytes(job));
+        prefetch(place(&job->records, later), layout->record_bytes);
+    }
+    int accepted = work->ops->encode_keys(&keys, layout, job->key_limit, record);
+    if (job->values.base) accepted &= work->ops->encode_values(&values, layout, job->value_limit, record);
+    memset(record + layout->used_bytes, 0, (size_t)(layout->record_bytes - layout->used_bytes));
+    if (!accepted) __atomic_store_n(job->accepted + at->block, 0, __ATOMIC_RELAXED);
 }
 
 static void encode_chunk(void *context, int64_t task) {
     const shared_work *work = context;
-    const kv_codec_job *job = work->job;
-    const kv_record_layout *layout = &job->layout;
-    const int64_t first = task * work->chunk, end = first + work->chunk < work->records ? first + work->chunk : work->records;
-    const int64_t key_bytes = layout->key_dim * item_bytes(job), value_bytes = layout->value_dim * item_bytes(job);
-    position at = position_of(job, first), next;
-    for (int64_t i = first; i < end; i++, at = next) {
-        next = at;
-        advance(job, &next);
-        uint8_t *record = (uint8_t *)place(&job->records, &at);
-        const kv_token_rows keys = rows_at(job, &job->keys, &at);
-        if (job->values.base) prefetch_rows(place(&job->values, &at), job->values.row_bytes, value_bytes);
-        if (!job->values.base && i + 1 < end) prefetch_next_keys(job, &next, key_bytes);
-        int accepted = work->ops->encode_keys(&keys, layout, job->key_limit, record);
-        if (job->values.base && i + 1 < end) prefetch_next_keys(job, &next, key_bytes);
-        if (job->values.base) {
-            const kv_token_rows values = rows_at(job, &job->values, &at);
-            accepted &= work->ops->encode_values(&values, layout, job->value_limit, record);
-        }
-        memset(record + layout->used_bytes, 0, (size_t)(layout->record_bytes - layout->used_bytes));
-        if (!accepted) __atomic_store_n(job->accepted + at.block, 0, __ATOMIC_RELAXED);
-    }
+    const int64_t first = task * work->chunk, end = last_of(work, first);
+    position at = position_of(work->job, first), later = position_of(work->job, first + work->ahead);
+    for (int64_t i = first; i < end; i++, advance(work->job, &at), advance(work->job, &later))
+        encode_one(work, &at, i + work->ahead < end ? &later : NULL);
 }
 
 /* Stores around the caches are ordered with nothing: whoever is told that the rows are ready must see them. */
@@ -128,29 +137,31 @@ static void finish_streams(void) {
 #endif
 }
 
+static void decode_one(const shared_work *work, const position *at, const position *later) {
+    const kv_codec_job *job = work->job;
+    const uint8_t *record = (const uint8_t *)place(&job->records, at);
+    if (later) prefetch(place(&job->records, later), job->layout.used_bytes);
+    const kv_token_rows keys = rows_at(job, &job->keys, at);
+    work->ops->decode_keys(record, &job->layout, &keys);
+    if (!job->values.base) return;
+    const kv_token_rows values = rows_at(job, &job->values, at);
+    (job->rotated ? work->ops->decode_rotated : work->ops->decode_values)(record, &job->layout, &values);
+}
+
 static void decode_chunk(void *context, int64_t task) {
     const shared_work *work = context;
-    const kv_codec_job *job = work->job;
-    const int64_t first = task * work->chunk, end = first + work->chunk < work->records ? first + work->chunk : work->records;
-    position at = position_of(job, first), next;
-    for (int64_t i = first; i < end; i++, at = next) {
-        next = at;
-        advance(job, &next);
-        const uint8_t *record = (const uint8_t *)place(&job->records, &at);
-        if (i + 1 < end) prefetch(place(&job->records, &next), job->layout.used_bytes);
-        const kv_token_rows keys = rows_at(job, &job->keys, &at);
-        work->ops->decode_keys(record, &job->layout, &keys);
-        if (!job->values.base) continue;
-        const kv_token_rows values = rows_at(job, &job->values, &at);
-        (job->rotated ? work->ops->decode_rotated : work->ops->decode_values)(record, &job->layout, &values);
-    }
-    if (job->stream) finish_streams();
+    const int64_t first = task * work->chunk, end = last_of(work, first);
+    position at = position_of(work->job, first), later = position_of(work->job, first + work->ahead);
+    for (int64_t i = first; i < end; i++, advance(work->job, &at), advance(work->job, &later))
+        decode_one(work, &at, i + work->ahead < end ? &later : NULL);
+    if (work->job->stream) finish_streams();
 }
 
 static void share(const kv_codec_job *job, kv_task task, int threads) {
     const int64_t rows = KV_RUN * item_bytes(job) * (job->layout.key_dim + job->layout.value_dim);
-    shared_work work = {job, kv_active()->codec, job->blocks * job->layers * job->heads * job->runs, CHUNK_BYTES / rows};
-    if (work.chunk < 1) work.chunk = 1;
+    const int64_t records = job->blocks * job->layers * job->heads * job->runs;
+    shared_work work = {job, kv_active()->codec, records, CHUNK_BYTES / rows + 1, AHEAD_BYTES / rows};
+    if (work.ahead < 1) work.ahead = 1;
     if (!work.records) return;
     const int64_t tasks = (work.records + work.chunk - 1) / work.chunk;
     if (threads <= 1) work.chunk = work.records; /* one walk: no prefetch is cut short */
@@ -158,7 +169,7 @@ static void share(const kv_codec_job *job, kv_task task, int threads) {
 }
 
 void kv_encode_blocks(const kv_codec_job *job, int threads) {
-    memset(job->accepted, 1, (size_t)job->blocks);
+    if (job->blocks) memset(job->accepted, 1, (size_t)job->blocks); /* an empty batch may have no address */
     share(job, encode_chunk, threads);
 }
 

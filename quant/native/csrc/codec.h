@@ -22,6 +22,9 @@ typedef struct {
     int64_t row_bytes; /* from one row to the next */
     kv_dtype dtype;
     int stream; /* decoding: write around the caches, for targets larger than they are. Rows are then 64-byte aligned */
+    /* Encoding: bytes that the caller will read next. A path may prefetch them while it works, a few at a time. */
+    const char *ahead;
+    int ahead_bytes;
 } kv_token_rows;
 
 struct kv_codec_ops {

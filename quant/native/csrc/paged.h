@@ -113,4 +113,7 @@ typedef struct {
 } kv_write;
 void kv_write_tokens(const kv_write *write);
 
+/* 1 when the active path attends as plain arithmetic does, 0 when not, -1 without memory. attention_selftest.c */
+int kv_attention_selftest(void);
+
 #endif
