@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo test test-triton gpu-test compile-matrix test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,16 +60,32 @@ test-nightly: venv ## the long searches too
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest -m "not gpu" --timeout 7200 $(PYTEST_ARGS)
 
 # A copy of the packages with an extension that is built with sanitizers; leaks are Python's own business.
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -fno-var-tracking-assignments
 test-asan: venv ## the kernels' tests with the address and undefined-behaviour sanitizers
 	@rm -rf build/asan
 	mkdir -p build/asan
-	cp -r allocator quant kvstore engine_adapter benchmarks tests setup.py pyproject.toml README.md LICENSE build/asan/
+	cp -r allocator quant kvstore engine_adapter benchmarks tests docs setup.py pyproject.toml README.md LICENSE build/asan/
 	cd build/asan
-	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
+	KV_BUILD_LEVEL=-O1 CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
 	ls quant/native/_kernels*.so > /dev/null
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" $(PYTEST_ARGS)
+	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" -s $(PYTEST_ARGS)
+
+# What compiles for GPUs on a machine that has none: about 1 GB more in the environment.
+$(VENV)/.compilers: | venv
+	@echo "adding Triton and NVRTC to $(VENV)"
+	$(PIP) -c constraints-dev.txt -e '.[triton,cuda-compile]'
+	touch $@
+
+compile-matrix: venv $(VENV)/.compilers ## compile every CUDA and Triton kernel for six architectures, no card needed
+	@$(PY) -m quant.cuda.compile_matrix
+	$(PY) -m tests.engine_adapter.triton.compile_matrix $(MATRIX_ARGS)
+
+test-triton: venv $(VENV)/.compilers ## the Triton backend in its interpreter
+	@$(PY) -m pytest tests/engine_adapter/triton $(PYTEST_ARGS)
+
+gpu-test: venv ## the tests that need a CUDA card
+	@$(PY) -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
 check: venv ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff check .

@@ -22,7 +22,7 @@ from setuptools.errors import CompileError
 SOURCES = Path("quant/native/csrc")
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 COMMON_FLAGS = [
-    "-std=gnu11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-std=gnu11", os.environ.get("KV_BUILD_LEVEL", "-O3"), "-fvisibility=hidden", "-Wall", "-Wextra",
     # The arithmetic is normative: never fused, never reassociated. No -ffast-math: it changes the whole process.
     "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     # Flags of the environment must not widen a path (-march=native) nor mix paths while linking.

@@ -90,18 +90,31 @@ class BlockReferences(BlockLife):
     def _allocate_evicting(self, index: int, count: int) -> Ids:
         """A small batch from what is free and, for the rest, idle blocks of the class, without a detour."""
         free, words = self._free[index], self._words
-        ids = self._evict_few(index, count - free.count)
+        if self.held_idle_counts[index] or self.on_evict is not None or self._has_two_maps(index):
+            ids = self._evict_few(index, count - free.count)
+            for block_id in ids:
+                words[block_id] = OPEN_ONCE
+        else:  # `_evict_few` for the common case, one pass over the victims
+            victims = self.policies[index].victims(count - free.count)
+            ids = victims if type(victims) is list else victims.tolist()
+            names, hashes = self._exact_names[index], self.hashes
+            for block_id in ids:
+                del names[hashes[block_id]]
+                words[block_id] = OPEN_ONCE
+            self.idle_counts[index] -= len(ids)
+            self.evicted_count += len(ids)
         if free.count:
-            ids = free.view[: free.count].tolist() + ids
+            taken = free.view[: free.count].tolist()
             free.count = 0
+            for block_id in taken:
+                words[block_id] = OPEN_ONCE
+            ids = taken + ids
         if len(ids) > count:  # the last of them was part of a run
             surplus = ids[count:]
             del ids[count:]
             for block_id in surplus:
                 words[block_id] = FREE
             self._push_free(surplus)
-        for block_id in ids:
-            words[block_id] = OPEN_ONCE
         return np.array(ids, ID_TYPE)
 
     def _eviction_is_next(self, index: int) -> bool:

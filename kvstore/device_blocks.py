@@ -17,6 +17,7 @@ import torch
 
 from allocator import COLD, FULL, ConfigError, KVGeometry, Slab
 from quant import BlockShape, CodecError, get_codec
+from quant.native import pages
 
 if TYPE_CHECKING:
     from allocator import ExtentLayout
@@ -142,7 +143,11 @@ class DeviceBlocks:
         return [bool(flag) for flag in accepted.tolist()]
 
     def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None:
-        self._slab.copy_slots(2 * group + form, [source_slot], [target_slot])
+        if self._on_host:
+            source = self._slab.slot_memory(2 * group + form, source_slot)
+            pages.move(source, 0, self._slab.slot_memory(2 * group + form, target_slot), 0, source.nbytes)
+        else:
+            self._slab.copy_slots(2 * group + form, [source_slot], [target_slot])
 
     def zero_tail(self, group: int, slot: int, token: int) -> None:
         self._slab.zero_tail(group, slot, token)

@@ -109,6 +109,36 @@ class OwnSide:
                 store.step()
         return watch.seconds / (work.DECODE_STEPS * work.DECODE_SEQUENCES)
 
+    def among(self, what: str, sequences: int, round_number: int) -> float:
+        """Seconds for one sequence (or lookup) while so many are live.
+
+        what: "grow" room for a token and the token noted; "step" that for all and the store's own step; "lookup" of
+        the prompt of one of them
+        """
+        per_sequence = -(-(work.DECODE_PROMPT_TOKENS + work.DECODE_STEPS) // work.BLOCK_TOKENS)
+        store = self._store((per_sequence + 1) * sequences)
+        seed = 1_000_000 + 10_000 * round_number
+        prompts = [work.prompt(seed + number, work.DECODE_PROMPT_TOKENS) for number in range(sequences)]
+        names = [self._admit(store, prompt, 0) for prompt in prompts]
+        watch = Stopwatch(time.thread_time)
+        if what == "lookup":
+            chains = [_chain(prompt) for prompt in prompts[:: sequences // work.FEW_SEQUENCES]]
+            with watch:
+                for _ in range(work.REPEATS):
+                    for chain in chains:
+                        store.lookup_hashes(chain.root, chain.hashes, chain.token_count)
+            return watch.seconds / (work.REPEATS * len(chains))
+        for step in range(work.DECODE_STEPS):
+            with watch:
+                for name in names:
+                    store.grow(name, 1)
+                    store.commit(name, [step])
+                if what == "step":
+                    store.step()
+            if what == "grow":
+                store.step()
+        return watch.seconds / (work.DECODE_STEPS * sequences)
+
     def _store(self, blocks: int) -> KVStore:
         total = _layout(blocks).total_bytes
         config = KVStoreConfig(device_bytes=total, host_bytes=0, codec="raw", io_threads="inline")

@@ -26,6 +26,11 @@ _ADMIT = (
     "commit; vLLM's is get_computed_blocks, allocate_slots (which names them before they are computed), get_blocks."
 )
 _STEP = "A decode step is one token of one of 32 sequences; ours includes the store's own step()."
+_GROWTH = (
+    "Growth rows: microseconds a sequence with 1,000 live sequences of 1,000 tokens beside the same with 10; "
+    "0.77 or more is asked. grow is room for a token and the token noted; step is that for all and the store's step(); "
+    "lookup is that of ten of the prompts, several times."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,26 @@ def rows(options: Options) -> Iterator[Row]:
     finally:
         if peer is not None:
             peer.close()
+    for what in ("step", "lookup", "grow"):
+        yield _grown(own, what, options)
+
+
+def _grown(own: OwnSide, what: str, options: Options) -> Row:
+    """How the cost of one sequence changes when a hundred times as many are live. Ours alone: no peer."""
+    few, many = work.FEW_SEQUENCES, work.MANY_SEQUENCES // (10 if options.quick else 1)
+    mine, other = interleaved(
+        lambda number: own.among(what, many, number), lambda number: own.among(what, few, number), options.rounds
+    )
+    return compared(
+        "pool",
+        f"{what}_per_sequence_1000_vs_10",
+        "us",
+        [1e6 * seconds for seconds in mine],
+        better="smaller",
+        baseline=f"the same, {few} live",
+        theirs=[1e6 * seconds for seconds in other],
+        note=_GROWTH,
+    )
 
 
 def _measured(case: _Case, own: OwnSide, peer: PeerProcess | None, rounds: int) -> Row:

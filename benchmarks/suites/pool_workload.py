@@ -17,6 +17,8 @@ BATCHES = (1, 16, 256, 2_048)
 DECODE_SEQUENCES = 32
 DECODE_STEPS = 64
 DECODE_PROMPT_TOKENS = 1_000
+FEW_SEQUENCES, MANY_SEQUENCES = 10, 1_000
+"""Live sequences of the rows that say how cost grows with them."""
 VOCABULARY = 49_152
 
 

@@ -63,7 +63,7 @@ def states(extension: Any) -> tuple[PathState, ...]:
     found = []
     for name in [*NEEDS, *(name for name in compiled if name not in NEEDS)]:
         if name not in compiled:
-            reason = "not compiled in: the compiler did not know it, or this is no x86-64"
+            reason = "not compiled in: left out (KV_BUILD_PATHS), unknown to the compiler, or this is no x86-64"
         else:
             reason = "" if compiled[name] else _lacking(name, flags)
         found.append(PathState(name, usable=not reason, reason=reason))

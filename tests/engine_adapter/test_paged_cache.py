@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from allocator import CacheGroup, ConfigError, ExtentLayout, GroupKind, KVGeometry, Slab, UsageError
+from engine_adapter import paged_cache
 from engine_adapter.paged_cache import PagedCache
-from quant import get_codec
+from quant import get_codec, native
 from tests.engine_adapter.paged_kit import make_slab
 
 
@@ -29,11 +30,21 @@ def _patterned(geometry: KVGeometry, layer: int, tokens: int) -> tuple[torch.Ten
     return both[..., : group.key_dim], both[..., group.key_dim :] if group.value_dim else None
 
 
+@pytest.fixture(params=["C", "torch"])
+def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What scatters the KV of a step: the C kernels, or torch where there are none."""
+    if request.param == "C" and native.kernels is None:
+        pytest.skip(f"no C kernels: {native.reason}")
+    if request.param == "torch":
+        monkeypatch.setattr(paged_cache, "group_layout", lambda *_: None)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("block_tokens", [1, 4, 16, 17, 32])
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16), (40, 0)])
 @pytest.mark.parametrize("tokens", [1, 3, 50])
 def test_case_128_patterned_values_survive_in_every_layout(
-    block_tokens: int, dims: tuple[int, int], tokens: int
+    writer: str, block_tokens: int, dims: tuple[int, int], tokens: int
 ) -> None:
     geometry = _geometry(
         kv_heads=1 if dims[1] == 0 else 2, key_dim=dims[0], value_dim=dims[1], block_tokens=block_tokens
@@ -55,6 +66,44 @@ def test_case_128_patterned_values_survive_in_every_layout(
             assert torch.equal(found_values[:, :tokens].transpose(0, 1), values)
     expected = slab.keys_view(0)[int(table[0]), 1, 0, 0]
     assert torch.equal(expected, _patterned(geometry, 1, tokens)[0][0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tensors_of_any_strides_and_dtype_are_written(writer: str, dtype: str) -> None:
+    geometry = _geometry(dtype=dtype)
+    slab, slots = make_slab(geometry, 3)
+    cache = PagedCache(slab, geometry)
+    mapping = np.array([16 * slots[0][1] + 3, 16 * slots[0][2] + 15, 16 * slots[0][0]], np.int64)
+    keys, values = torch.randn(2, 16, 3).permute(2, 0, 1), torch.randn(3, 16, 2).transpose(1, 2)
+    index = cache.write_index(0, mapping)
+    for layer in range(3):
+        cache.write(layer, index, keys + layer, values - layer)
+    for token, place in enumerate(mapping.tolist()):
+        found_keys, found_values = slab.keys_view(0)[place // 16], slab.values_view(0)[place // 16]
+        for layer in range(3):
+            assert torch.equal(found_keys[layer, :, place % 16], (keys[token] + layer).to(cache.dtype))
+            assert torch.equal(found_values[layer, :, place % 16], (values[token] - layer).to(cache.dtype))
+    untouched = slab.keys_view(0)[slots[0][1], 0, :, 4:]
+    assert untouched.isnan().all()
+
+
+@pytest.mark.skipif(native.kernels is None, reason=f"no C kernels: {native.reason}")
+@pytest.mark.parametrize("place", [-1, 1 << 40])
+def test_places_outside_the_slab_are_refused(place: int) -> None:
+    geometry = _geometry()
+    slab, _ = make_slab(geometry, 3)
+    with pytest.raises(UsageError, match=f"the slot mapping names places.*{place}"):
+        PagedCache(slab, geometry).write_index(0, np.array([5, place], np.int64))
+
+
+@pytest.mark.skipif(native.kernels is None, reason=f"no C kernels: {native.reason}")
+def test_kv_of_more_tokens_than_places_is_refused() -> None:
+    geometry = _geometry()
+    slab, slots = make_slab(geometry, 3)
+    cache = PagedCache(slab, geometry)
+    keys = torch.zeros(2, 2, 16)
+    with pytest.raises(UsageError, match="KV of 2 tokens for 1 places"):
+        cache.write(0, np.array([16 * slots[0][0]], np.int64), keys, keys)
 
 
 def test_gather_batch_pads_with_zeros_and_keeps_order() -> None:

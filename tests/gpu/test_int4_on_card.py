@@ -12,7 +12,7 @@ from quant.cuda.self_test import check_int4
 from quant.cuda.source import KINDS as ELEMENT_KINDS
 from quant.testing import bits_equal, random_block
 from tests.quant.cuda.inputs import DIMS, DTYPES, KINDS
-from tests.quant.cuda.int4_suite import check, codec_of, reference
+from tests.quant.cuda.int4_suite import check, codec_of, decoded, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -48,9 +48,8 @@ def test_a_batch_of_a_real_size_repeats_exactly(card: CudaDevice, shape: BlockSh
         assert codec.encode_batch(*on_card, out).tolist() == accepted.tolist()
         assert torch.equal(out.cpu(), payload)
     got = torch.empty_like(on_card[0]), None if values is None else torch.empty_like(on_card[0])
-    expected = torch.empty_like(keys), None if values is None else torch.empty_like(keys)
     codec.decode_into(payload.cuda(), *got)
-    codec.decode_into(payload, *expected)
+    expected = decoded(codec_of((4, 4)), payload, (keys, values))
     for part, wanted in zip(got, expected, strict=True):
         assert bits_equal(None if part is None else part.cpu(), wanted)
 

@@ -127,3 +127,14 @@ def test_pool_suite_has_every_case_that_is_asked_for() -> None:
         *("alloc_free_1", "alloc_free_16", "alloc_free_256", "alloc_free_2048"),
         *("hash_32k", "lookup_32k", "admit_cold_32k", "admit_warm_32k", "free_32k", "decode_step"),
     }
+
+
+def test_hash_and_pages_suites_have_every_case_that_is_asked_for() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--suite", "hash,pages", "--json", "-", "--quick", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["hash_32k_vs_hashlib"]["ratio"] > 0
+    for case in ("gather_32KiB", "scatter_32KiB", "gather_2KiB", "scatter_2KiB"):
+        assert rows[case]["ratio"] > 0
+        assert rows[case]["baseline"] == "memmove"

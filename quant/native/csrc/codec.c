@@ -170,7 +170,7 @@ static void share(const kv_codec_job *job, kv_task task, int threads) {
 }
 
 void kv_encode_blocks(const kv_codec_job *job, int threads) {
-    memset(job->accepted, 1, (size_t)job->blocks);
+    if (job->blocks) memset(job->accepted, 1, (size_t)job->blocks); /* an empty batch may have no address */
     share(job, encode_chunk, threads);
 }
 
