@@ -69,7 +69,7 @@ test-asan: venv ## the kernels' tests with the address and undefined-behaviour s
 	KV_BUILD_LEVEL=-O1 CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
 	ls quant/native/_kernels*.so allocator/_pool*.so > /dev/null
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native tests/allocator -m "not slow and not gpu" -s $(PYTEST_ARGS)
+	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native tests/allocator/test_pool_core.py -m "not slow and not gpu" -s $(PYTEST_ARGS)
 
 # What compiles for GPUs on a machine that has none: about 1 GB more in the environment.
 $(VENV)/.compilers: | venv
