@@ -240,7 +240,7 @@ def _growth_rows(context: int, options: Options) -> Iterator[Row]:
     """Time a token of context at four times the context: 1 is linear, 0.9 a tenth more than that."""
     near, far = (_Scene(_LLAMA, tokens, options.seed) for tokens in (context, 4 * context))
     for case, cold in (("int4", True), ("bf16", False)):
-        sides = {
+        sides: dict[str, Timed] = {
             "near": near.attend(range(near.blocks) if cold else None),
             "far": far.attend(range(far.blocks) if cold else None),
         }
