@@ -35,12 +35,14 @@ class RowIndex:
 
     keys, values: int64 tensors. In a dense group they number rows of one matrix (values None: they are in `keys`,
     after the keys); else they hold slots, and for a write the offsets inside them.
-    places: for a write in C, the slot mapping itself, int64[tokens]; the tensors are then empty.
+    places: for a write in C, an own copy of the slot mapping, int64[tokens]; the tensors are then empty.
+    made_by: whoever checked the places: they are good for that group of that cache and no other.
     """
 
     keys: torch.Tensor
     values: torch.Tensor | None
     places: Int64Array | None = None
+    made_by: object = None
 
 
 class PagedCache:
@@ -225,14 +227,14 @@ class _GroupRows:
 
     def write_index(self, slot_mapping: Int64Array) -> RowIndex:
         if self.native is not None:
-            places = np.ascontiguousarray(slot_mapping, np.int64)
+            places = np.array(slot_mapping, np.int64)
             limit = self.full.shape[0] * self.block_tokens
             if len(places) and not 0 <= places.min() <= places.max() < limit:
                 raise UsageError(
                     f"group {self.group}: the slot mapping names places {places.min()}..{places.max()}; "
                     f"the slab has 0..{limit - 1}"
                 )
-            return RowIndex(self.nothing, None, places)
+            return RowIndex(self.nothing, None, places, self)
         mapping = torch.tensor(slot_mapping, dtype=torch.int64, device=self.full.device)
         slots, offsets = mapping // self.block_tokens, mapping % self.block_tokens
         if not self.dense:
@@ -244,6 +246,8 @@ class _GroupRows:
 
     def write(self, position: int, index: RowIndex, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         if index.places is not None:
+            if index.made_by is not self:
+                raise UsageError(f"group {self.group}: the index was made for another group or another cache")
             self._write_native(position, index.places, keys, values)
             return
         assert index.values is not None
@@ -261,6 +265,8 @@ class _GroupRows:
         assert self.native is not None
         if len(keys) != len(places) or (values is not None and len(values) != len(places)):
             raise UsageError(f"group {self.group}: got KV of {len(keys)} tokens for {len(places)} places")
+        if keys.device.type != "cpu" or (values is not None and values.device.type != "cpu"):
+            raise UsageError(f"group {self.group}: got KV on {keys.device}; the cache is on the CPU")
         if keys.stride(2) != 1:
             keys = keys.contiguous()
         item = keys.element_size()

@@ -17,7 +17,7 @@ from quant.error_bound import relative_rms
 from quant.native import codec as native
 from quant.record_layout import RUN_TOKENS, BitsTable, RecordLayout, check_dims, check_run_tokens
 from quant.scratch import scratch
-from quant.tensor_checks import as_payload, check_block_shape, check_out, resolve_dtype, shape_of
+from quant.tensor_checks import as_payload, check_block_shape, check_out, check_places, resolve_dtype, shape_of
 
 if TYPE_CHECKING:
     from quant.cuda.codec import CudaCodec
@@ -186,16 +186,19 @@ class RecordCodec(ABC):
         """Encode blocks `slots` of keys [S, L, H, T, Dk] and values, without a copy, into memory uint8 [bytes].
 
         Block i goes to memory[places_bytes[i]:]. bool [len(slots)] accepted; None where there is no kernel for it:
-        gather the blocks then and call encode_batch. Raises CodecError for shapes; slots and places are not checked.
+        gather the blocks then and call encode_batch. Raises CodecError for shapes and for what is out of range.
         """
         shape = shape_of(keys, values, batch_dims=1)
-        self.encoded_bytes(shape, keys.dtype)
+        size = self.encoded_bytes(shape, keys.dtype)
         if coder := self._cuda("int4_encode", keys):
             given = keys, values if shape.value_dim else None
             return coder.encode_slots(given, slots, memory, places_bytes, self._head_runs(shape), self._error_bound)
         native_runs = self._native_runs(shape, keys, values, memory)
         if not native_runs or keys.stride(-1) != 1 or (values is not None and values.stride(-1) != 1):
             return None
+        if slots and not 0 <= min(slots) <= max(slots) < keys.shape[0]:
+            raise CodecError(f"expected slots in 0..{keys.shape[0] - 1}, got {slots}")
+        check_places(torch.tensor(places_bytes, dtype=torch.int64), memory, len(slots), size)
         accepted = torch.ones(len(slots), dtype=torch.bool)
         for run, layout in native_runs:
             places = [place + run.offset for place in places_bytes]
@@ -211,11 +214,13 @@ class RecordCodec(ABC):
         False where there is no kernel for it: gather the payloads then and call decode_into.
         """
         shape = shape_of(keys, values, batch_dims=1)
-        self.encoded_bytes(shape, keys.dtype)
+        size = self.encoded_bytes(shape, keys.dtype)
         if coder := self._cuda("int4_decode", keys):
             given = keys, values if shape.value_dim else None
             return coder.decode_slots(memory, places_bytes, given, self._head_runs(shape))
         native_runs = self._native_runs(shape, keys, values, memory)
+        if native_runs:
+            check_places(places_bytes, memory, keys.shape[0], size)
         for run, layout in native_runs:
             native.decode_blocks(memory, *_part(keys, values, run), layout, offsets=places_bytes + run.offset)
         return bool(native_runs)

@@ -55,6 +55,21 @@ def check_out(out: torch.Tensor, shape: Sequence[int], device: torch.device) -> 
         )
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise CodecError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
+    if any(size > 1 and stride < out.shape[-1] for size, stride in zip(out.shape[:-1], out.stride(), strict=False)):
+        raise CodecError(f"payloads of {out.shape[-1]} bytes must not overlap in out, got strides {out.stride()}")
+
+
+def check_places(places_bytes: torch.Tensor, memory: torch.Tensor, count: int, payload_bytes: int) -> None:
+    """Raises CodecError unless `count` payloads at byte offsets int64 [count] lie inside memory uint8 [bytes]."""
+    if memory.dtype != torch.uint8 or memory.stride() != (1,):
+        raise CodecError(f"memory must be a contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
+    if places_bytes.shape != (count,) or places_bytes.dtype != torch.int64:
+        raise CodecError(f"expected int64 [{count}] offsets, got {places_bytes.dtype} {list(places_bytes.shape)}")
+    if count and not (places_bytes.min() >= 0 and places_bytes.max() <= memory.numel() - payload_bytes):
+        raise CodecError(
+            f"payloads of {payload_bytes} bytes at offsets {places_bytes.tolist()}: expected all of them inside "
+            f"{memory.numel()} bytes"
+        )
 
 
 def as_payload(payload: Payload, shape: Sequence[int] | None, device: torch.device | None) -> torch.Tensor:

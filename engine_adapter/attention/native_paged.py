@@ -39,6 +39,7 @@ class NativePlan:
     fields: Int64Array
     address: int
     arrays: tuple[Int64Array, ...]
+    token_count: int
     torch_plan: TorchPlan | None = None
 
 
@@ -75,7 +76,7 @@ class NativePagedAttention:
         rows = np.array(slices, np.int64)
         fields = layout.fields.copy()
         fields[SLICES], fields[SLICE_COUNT], fields[ENTRIES] = rows.ctypes.data, len(slices), entries.ctypes.data
-        return NativePlan(cache, group, fields, fields.ctypes.data, (rows, entries))
+        return NativePlan(cache, group, fields, fields.ctypes.data, (rows, entries), row)
 
     def attend(
         self,
@@ -98,19 +99,17 @@ class NativePagedAttention:
         if query.stride(2) != 1:
             query = query.contiguous()
         out = torch.empty((tokens, heads, value_dim), dtype=query.dtype)
-        sinks = settings.sinks
-        if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
+        sinks = _sinks(settings, heads)
         native.kernels.attend(
             plan.address, position, query.data_ptr(), query.stride(0), query.stride(1), heads, code,
             out.data_ptr(), value_dim, 0 if sinks is None else sinks.data_ptr(), torch.get_num_threads(),
-            settings.scaling, settings.softcap or 0.0,
+            settings.scaling, abs(settings.softcap or 0.0),
         )  # fmt: skip
         return out
 
     def _torch_plan(self, cache: PagedCache, group: int, batch: StepBatch) -> NativePlan:
         empty = np.empty(0, np.int64)
-        return NativePlan(cache, group, empty, 0, (), torch_plan=self._torch.plan(cache, group, batch))
+        return NativePlan(cache, group, empty, 0, (), batch.token_count, torch_plan=self._torch.plan(cache, group, batch))
 
 
 def _check_slots(cache: PagedCache, group: int, entries: Int64Array) -> None:
@@ -127,17 +126,28 @@ def _check_slots(cache: PagedCache, group: int, entries: Int64Array) -> None:
         )
 
 
+def _sinks(settings: AttentionSettings, heads: int) -> torch.Tensor | None:
+    """float32[heads] or None; UsageError for anything else: the kernels read one number a head."""
+    sinks = settings.sinks
+    if sinks is None:
+        return None
+    if sinks.numel() != heads or sinks.device.type != "cpu":
+        raise UsageError(f"sinks {list(sinks.shape)} on {sinks.device} do not fit {heads} query heads on the CPU")
+    return sinks.to(torch.float32).contiguous()
+
+
 def _value_dim(plan: NativePlan, group: int, query: torch.Tensor, settings: AttentionSettings) -> int:
     """Dim of the output; UsageError for tensors that do not fit the group."""
     found = plan.cache.geometry.groups[group]
-    _, heads, key_dim = query.shape
+    tokens, heads, key_dim = query.shape
     value_dim = found.value_dim or settings.latent_value_dim
     if value_dim is None:
         raise UsageError("a layer without V needs settings.latent_value_dim")
-    fits = group == plan.group and heads % found.kv_heads == 0 and key_dim == found.key_dim and value_dim <= DIM_MAX
+    fits = group == plan.group and tokens == plan.token_count and key_dim == found.key_dim
+    fits = fits and heads > 0 and heads % found.kv_heads == 0 and 0 < value_dim <= DIM_MAX
     if not fits or (found.value_dim == 0 and value_dim > key_dim) or query.device.type != "cpu":
         raise UsageError(
-            f"query {list(query.shape)} on {query.device} with V of {value_dim} does not fit plan group {plan.group}, "
-            f"layer group {group}: {found.kv_heads} KV heads of {found.key_dim} and {found.value_dim}"
+            f"query {list(query.shape)} on {query.device} with V of {value_dim} does not fit plan group {plan.group} of "
+            f"{plan.token_count} tokens, layer group {group}: {found.kv_heads} KV heads of {found.key_dim} and {found.value_dim}"
         )
     return value_dim

@@ -131,10 +131,12 @@ def decode_blocks(
 ) -> None:
     """Records into blocks [N, layers, kv_heads, tokens, dim] that the caller owns, values rotated still if asked.
 
+    Expanded targets go through torch's copy, which refuses those that overlap themselves.
+
     records: uint8 [N, bytes], or with `offsets` int64 [N] the flat uint8 memory that they are byte offsets of.
     """
     targets = keys, values
-    if any(part is not None and part.stride(-1) != 1 for part in targets):
+    if any(part is not None and (part.stride(-1) != 1 or 0 in part.stride()) for part in targets):
         keys = torch.empty_like(keys, memory_format=torch.contiguous_format)
         values = None if values is None else torch.empty_like(values, memory_format=torch.contiguous_format)
     count, layers, heads, runs = _counts(keys, keys.shape[0])

@@ -104,6 +104,7 @@ static void put_tokens(uint8_t *bytes, const uint32_t *tokens, int64_t count) {
 
 int kv_hash_chain(const kv_sha_way *way, const uint8_t parent[KV_HASH_BYTES], const uint32_t *tokens, int64_t blocks,
                   int64_t block_tokens, uint8_t *out) {
+    if (!blocks) return 0; /* no message either, however large it would be */
     /* One message, padded as SHA-256 wants it; parent and tokens alone change from block to block. */
     const size_t message_bytes = TOKENS_AT + 4 * (size_t)block_tokens + 4;
     const size_t runs = (message_bytes + 1 + LENGTH_BYTES + KV_SHA_BLOCK_BYTES - 1) / KV_SHA_BLOCK_BYTES;

@@ -228,3 +228,14 @@ def test_arm_computes_the_same(tmp_path: Path) -> None:
         for size in (1, 3, 4, 16, 37)
     }
     assert set(done.stdout.splitlines()) == expected | {"best sha"}
+
+
+def test_no_blocks_cost_no_message() -> None:
+    """A message of 2**32 - 1 tokens has 16 GiB: a limit below that shows whether it is asked for."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "from array import array\nfrom quant import native\n"
+        "print(native.kernels.hash_chain(bytes(32), array('I'), 2**32 - 1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

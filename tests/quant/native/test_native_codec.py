@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant import BlockCodec, BlockShape, get_codec, native
+from quant import BlockCodec, BlockShape, CodecError, get_codec, native
 from quant.int4_decode import decode_keys, decode_values_rotated, validate_keys, validate_values
 from quant.int4_records import (
     decode_records,
@@ -264,3 +264,58 @@ class TestContractWithoutKernels(CodecContract):
 
     def make_codec(self) -> BlockCodec:
         return get_codec("int4")
+
+
+SMALL = record_layout(16, 16, 4, 4).record_bytes
+
+
+def small_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four blocks of one record, keys and values, and memory for four payloads with a hole before and behind."""
+    blocks = torch.randn(4, 1, 1, 16, 16, generator=torch.Generator().manual_seed(3))
+    return blocks, blocks * 2, torch.zeros(6 * SMALL, dtype=torch.uint8)[SMALL : 5 * SMALL]
+
+
+@pytest.mark.parametrize(
+    ("slots", "places"),
+    [([4], [0]), ([-1], [0]), ([1 << 40], [0]), ([0], [-1]), ([0], [3 * SMALL + 1]), ([0], [1 << 50]), ([0, 1], [0])],
+)
+def test_slots_and_places_that_are_not_there_are_refused(slots: list[int], places: list[int]) -> None:
+    keys, values, memory = small_blocks()
+    with pytest.raises(CodecError):
+        get_codec("int4").encode_slots(keys, values, slots, memory, places)
+    assert not memory.any()
+    offsets = torch.tensor(places)
+    if min(places) < 0 or max(places) > 3 * SMALL or len(slots) > 1:
+        with pytest.raises(CodecError):
+            get_codec("int4").decode_slots(memory, offsets, keys[: len(slots)], values[: len(slots)])
+
+
+def test_offsets_and_memory_of_another_kind_are_refused() -> None:
+    keys, values, memory = small_blocks()
+    codec = get_codec("int4")
+    for wrong in (torch.tensor([0], dtype=torch.int32), torch.tensor([0.0]), torch.tensor([[0]])):
+        with pytest.raises(CodecError, match="int64"):
+            codec.decode_slots(memory, wrong, keys[:1], values[:1])
+    for part in (memory[::2], memory.view(2, -1)):
+        with pytest.raises(CodecError, match="contiguous uint8"):
+            codec.encode_slots(keys, values, [0], part, [0])
+    spread = torch.tensor([0, -5, SMALL, 1 << 50])[::2]
+    codec.encode_slots(keys, values, [1, 2], memory, [0, SMALL])
+    found = torch.empty_like(keys[:2]), torch.empty_like(keys[:2])
+    expected = torch.empty_like(keys[:2]), torch.empty_like(keys[:2])
+    assert codec.decode_slots(memory, spread, *found)
+    codec.decode_into(memory.view(4, SMALL)[:2], *expected)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_targets_that_overlap_themselves_are_refused() -> None:
+    keys, values, memory = small_blocks()
+    codec = get_codec("int4")
+    for strides in ((0, 1), (SMALL // 2, 1)):
+        with pytest.raises(CodecError, match="overlap"):
+            codec.encode_batch(keys, values, memory.as_strided((4, SMALL), strides))
+    records = memory.view(4, SMALL)
+    codec.encode_batch(keys, values, records)
+    for expanded in (torch.empty(1, 1, 1, 16, 16).expand_as(keys), torch.empty(4, 1, 1, 1, 16).expand_as(keys)):
+        with pytest.raises(RuntimeError, match="more than one element"):
+            codec.decode_into(records, expanded, values)
