@@ -1,0 +1,341 @@
+"""RESP2 over a socket: values go straight from and into the caller's buffers. Knows sockets and bytes, no client.
+
+One thread at a time. The reader takes every byte of every reply itself; whatever is out of order is a WireError, after
+which the connection must be dropped: a reply that was not read would answer the next call.
+
+Plain sockets are blocking with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO): one system call a chunk instead of
+poll and read for each arrival. TLS sockets keep Python's timeout and have no sendmsg.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from kvstore.tier import Buffer
+
+_LINE_BYTES = 2048  # read ahead at most: what of it is payload is copied once more
+_LONGEST_LINE_BYTES = 1024
+_LONGEST_BULK_BYTES = 1 << 20  # of a reply that is not a value for a sink
+_MOST_ELEMENTS = 1 << 16
+_DEEPEST = 4
+_DRAIN_BYTES = 4 << 20  # more than this to skip: dropping the connection is cheaper
+_MOST_BUFFERS = 1000  # of one sendmsg; the system's limit is 1,024
+_SLOWEST_BYTES_PER_SECOND = 16e6  # a batch may take the timeout and its bytes at this rate
+
+
+class ErrorReply(NamedTuple):
+    """The server refused one command: the first word of its error, and the line."""
+
+    code: str
+    line: str
+
+
+Reply: TypeAlias = "int | bytes | list[Reply] | ErrorReply | None"
+
+
+class WireError(Exception):
+    """The connection cannot be used any more. `cause` is a word to count by."""
+
+    def __init__(self, cause: str, detail: str = "") -> None:
+        super().__init__(f"{cause}: {detail}" if detail else cause)
+        self.cause = cause
+
+
+class WireTimeoutError(WireError):
+    """Nothing came, or too little, in the time given."""
+
+
+class InterruptedCallError(WireError):
+    """The caller gave up while replies were on their way."""
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
+class Sink(Protocol):
+    """Takes one value: yields buffers to be filled one after the other; ends early when it wants no more."""
+
+    size_bytes: int
+
+    def targets(self, length: int) -> Iterator[memoryview]: ...
+
+
+class Wire(Protocol):
+    """Batches to one server. Replies come in order, an ErrorReply in place of what was refused.
+
+    `asking` sends ASKING before each command (a slot that is being moved). `stopped` is asked between replies.
+    """
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer], int]], ttl_ms: int, asking: bool) -> list[Reply]:
+        """SET (key, pieces, bytes in all) each with PX ttl_ms."""
+
+    def get(self, items: Sequence[tuple[bytes, Sink]], ttl_ms: int, getex: bool, asking: bool) -> list[Reply]:
+        """Values into sinks, their time to live set anew; the reply is the value's length, None where there is none."""
+
+    def call(self, commands: Sequence[Sequence[bytes]], asking: bool = False) -> list[Reply]:
+        """Small commands with small replies."""
+
+
+def bulk(argument: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(argument), argument)
+
+
+def encode(command: Sequence[bytes]) -> bytes:
+    return b"*%d\r\n%b" % (len(command), b"".join(map(bulk, command)))
+
+
+ASKING = encode([b"ASKING"])
+
+
+def error_reply(line: str) -> ErrorReply:
+    return ErrorReply(line.split(" ", 1)[0], line[:200])
+
+
+class DirectWire:
+    """See the module and Wire."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        timeout_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stopped: Callable[[], bool] | None = None,
+    ) -> None:
+        self._sock = sock
+        self._timeout_seconds = timeout_seconds
+        self._clock = clock
+        self.stopped = stopped
+        self._deadline = 0.0
+        self._line = bytearray(_LINE_BYTES)
+        self._view = memoryview(self._line)
+        self._start = self._end = 0
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        if self._is_tls:
+            sock.settimeout(timeout_seconds)
+            self._wait_all = 0
+        else:
+            whole = int(timeout_seconds)
+            limit = struct.pack("ll", whole, max(1000, int((timeout_seconds - whole) * 1e6)))
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self._wait_all = socket.MSG_WAITALL
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing unread and not closed by the server: fit for the next call."""
+        if self._start != self._end:
+            return False
+        try:
+            if self._is_tls:
+                self._sock.settimeout(0)
+                try:
+                    self._sock.recv(1)  # an SSL socket cannot peek; any byte is one too many
+                finally:
+                    self._sock.settimeout(self._timeout_seconds)
+            else:
+                self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            pass
+        return False
+
+    # batches ---------------------------------------------------------------------------------------------------------
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer], int]], ttl_ms: int, asking: bool) -> list[Reply]:
+        self._begin(sum([size for _, _, size in items]))
+        end = b"\r\n" + bulk(b"PX") + bulk(b"%d" % ttl_ms)
+        buffers: list[Buffer] = []
+        for key, pieces, size in items:
+            head = b"*5\r\n$3\r\nSET\r\n%b$%d\r\n" % (bulk(key), size)
+            buffers.append(ASKING + head if asking else head)
+            buffers += pieces
+            buffers.append(end)
+        self._send(buffers)
+        return [self._answer(asking) for _ in items]
+
+    def get(self, items: Sequence[tuple[bytes, Sink]], ttl_ms: int, getex: bool, asking: bool) -> list[Reply]:
+        self._begin(sum([sink.size_bytes for _, sink in items]))
+        ttl = b"%d" % ttl_ms
+        before = ASKING if asking else b""
+        if getex:
+            sent = [before + encode([b"GETEX", key, b"PX", ttl]) for key, _ in items]
+        else:
+            sent = [before + encode([b"GET", key]) + before + encode([b"PEXPIRE", key, ttl]) for key, _ in items]
+        self._send([b"".join(sent)])
+        replies: list[Reply] = []
+        for _, sink in items:
+            self._skip_asking(asking)
+            replies.append(self._value(sink))
+            if not getex:
+                self._answer(asking)
+        return replies
+
+    def call(self, commands: Sequence[Sequence[bytes]], asking: bool = False) -> list[Reply]:
+        self._begin()
+        before = ASKING if asking else b""
+        self._send([b"".join([before + encode(command) for command in commands])])
+        return [self._answer(asking) for _ in commands]
+
+    # sending ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, byte_count: int = 0) -> None:
+        self._deadline = self._clock() + self._timeout_seconds + byte_count / _SLOWEST_BYTES_PER_SECOND
+        if self._start != self._end:
+            raise WireError("out_of_step", "bytes that nobody asked for")
+
+    def _check(self) -> None:
+        if self.stopped is not None and self.stopped():
+            raise InterruptedCallError
+        if self._clock() > self._deadline:
+            raise WireTimeoutError("timeout", "a batch took too long")
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        try:
+            if self._is_tls:
+                for one in buffers:
+                    self._sock.sendall(one)
+                return
+            left = [view for view in (memoryview(one).cast("B") for one in buffers) if view.nbytes]
+            while left:
+                sent = self._sock.sendmsg(left[:_MOST_BUFFERS])
+                done = 0
+                while done < len(left) and sent >= left[done].nbytes:
+                    sent -= left[done].nbytes
+                    done += 1
+                left = left[done:]
+                if left:
+                    if sent:
+                        left[0] = left[0][sent:]
+                    self._check()
+        except TimeoutError:
+            raise WireTimeoutError("timeout", "sending") from None
+        except BlockingIOError:
+            raise WireTimeoutError("timeout", "sending") from None
+        except OSError as error:
+            raise WireError("connection_lost", str(error)) from None
+
+    # receiving -------------------------------------------------------------------------------------------------------
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        try:
+            count = self._sock.recv_into(view, 0, flags)
+        except (TimeoutError, BlockingIOError):
+            raise WireTimeoutError("timeout", "receiving") from None
+        except OSError as error:
+            raise WireError("connection_lost", str(error)) from None
+        if not count:
+            raise WireError("connection_lost", "closed by the server")
+        return count
+
+    def _read_line(self) -> bytes:
+        searched = self._start
+        while True:
+            at = self._line.find(b"\r\n", searched, self._end)
+            if at >= 0:
+                line = bytes(self._view[self._start : at])
+                self._start = at + 2
+                return line
+            if self._end - self._start > _LONGEST_LINE_BYTES:
+                raise WireError("out_of_step", "a line that does not end")
+            self._check()
+            if self._start:
+                rest = bytes(self._view[self._start : self._end])
+                self._view[: len(rest)] = rest
+                self._start, self._end = 0, len(rest)
+            searched = max(self._start, self._end - 1)
+            self._end += self._receive(self._view[self._end :], 0)
+
+    def _fill(self, view: memoryview) -> None:
+        size = view.nbytes
+        at = min(size, self._end - self._start)
+        if at:
+            view[:at] = self._view[self._start : self._start + at]
+            self._start += at
+        while at < size:
+            at += self._receive(view[at:], self._wait_all)
+            if at < size:
+                self._check()
+
+    def _end_of_bulk(self) -> None:
+        if self._end - self._start >= 2 and self._line[self._start : self._start + 2] == b"\r\n":
+            self._start += 2
+        elif self._read_line() != b"":
+            raise WireError("out_of_step", "a value longer than announced")
+
+    def _value(self, sink: Sink) -> Reply:
+        line = self._read_line()
+        if line[:1] != b"$":
+            return self._small(line, 0)
+        length = _number(line)
+        if length < 0:
+            return None
+        left = length
+        for view in sink.targets(length):
+            if view.nbytes > left:
+                raise WireError("out_of_step", "a sink wants more than there is")
+            self._fill(view)
+            left -= view.nbytes
+            if self._clock() > self._deadline or (self.stopped is not None and self.stopped()):
+                self._check()
+        if left:
+            self._drain(left)
+        self._end_of_bulk()
+        return length
+
+    def _drain(self, left: int) -> None:
+        if left > _DRAIN_BYTES:
+            raise WireError("value_refused", f"{left} bytes that nobody wants")
+        scratch = memoryview(bytearray(min(left, 1 << 16)))
+        while left:
+            part = scratch[: min(left, scratch.nbytes)]
+            self._fill(part)
+            left -= part.nbytes
+            self._check()
+
+    def _skip_asking(self, asking: bool) -> None:
+        if asking:
+            self._small(self._read_line(), 0)  # an error here is an error of the command after it, too
+
+    def _answer(self, asking: bool) -> Reply:
+        self._skip_asking(asking)
+        return self._small(self._read_line(), 0)
+
+    def _small(self, line: bytes, depth: int) -> Reply:
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b"-":
+            return error_reply(line[1:].decode("utf-8", "replace"))
+        if kind == b":":
+            return _number(line)
+        if kind == b"$":
+            length = _number(line)
+            if length < 0:
+                return None
+            if length > _LONGEST_BULK_BYTES:
+                raise WireError("out_of_step", f"a reply of {length} bytes")
+            value = bytearray(length)
+            self._fill(memoryview(value))
+            self._end_of_bulk()
+            return bytes(value)
+        if kind == b"*" and depth < _DEEPEST:
+            count = _number(line)
+            if count > _MOST_ELEMENTS:
+                raise WireError("out_of_step", f"a reply of {count} elements")
+            return None if count < 0 else [self._small(self._read_line(), depth + 1) for _ in range(count)]
+        raise WireError("out_of_step", f"a reply that begins with {line[:16]!r}")
+
+
+def _number(line: bytes) -> int:
+    text = line[1:]
+    if not (text[1:] if text[:1] == b"-" else text).isdigit() or len(text) > 20:
+        raise WireError("out_of_step", f"a number that is none: {line[:24]!r}")
+    return int(text)
