@@ -20,7 +20,7 @@ SpecSource: TypeAlias = Callable[[CopyKey, int], FrameSpec]
 
 
 def plain_specs(key: CopyKey, payload_bytes: int) -> FrameSpec:
-    """For a tier without a geometry: one token of one dim, of dtype "bytes"; key and length are checked all the same."""
+    """For a tier without a geometry: one token of one dim, of dtype "bytes"; key and length are still checked."""
     return FrameSpec(key, 1, 1, 0, "bytes", payload_bytes)
 
 
