@@ -14,9 +14,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import redis
@@ -53,6 +53,7 @@ class LinkOptions:
 
     timeout_seconds: float = 0.5
     connect_timeout_seconds: float = 0.25
+    pause_seconds: float = 0.25  # for which a server that failed is left alone; doubles up to 8 seconds
     plain: bool = False
     clock: Callable[[], float] = time.monotonic
 
@@ -109,7 +110,7 @@ class Node:
     _idle: deque[_Held] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.breaker = CircuitBreaker(clock=self.options.clock)
+        self.breaker = CircuitBreaker(first_pause_seconds=self.options.pause_seconds, clock=self.options.clock)
         self.client.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
 
     def run(self, work: Callable[[Wire], _T], *, stopped: Callable[[], bool] | None = None, force: bool = False) -> _T:
@@ -206,9 +207,9 @@ class Links:
 
     def __init__(self, address: RedisAddress, options: LinkOptions) -> None:
         self.address = address
-        self.options = options if is_tested(redis.__version__) else _plain(options)
+        self.options = options if is_tested(redis.__version__) else replace(options, plain=True)
         self._lock = threading.Lock()
-        self._front = CircuitBreaker(clock=options.clock)
+        self._front = CircuitBreaker(first_pause_seconds=options.pause_seconds, clock=options.clock)
         self._cluster: Any = None  # a RedisCluster, whose methods have no types
         self._nodes: dict[str, Node] = {}
         self._refreshed_seconds = -1e9
@@ -357,12 +358,3 @@ class Links:
                     made.breaker, made.has_getex = node.breaker, node.has_getex
                 node = self._nodes[cluster_node.name] = made
             return node
-
-
-def _plain(options: LinkOptions) -> LinkOptions:
-    return LinkOptions(options.timeout_seconds, options.connect_timeout_seconds, True, options.clock)
-
-
-def command_wire(node: Node, commands: Sequence[Sequence[bytes]], *, force: bool = False) -> list[Any]:
-    """Small commands to one server."""
-    return node.run(lambda wire: wire.call(commands), force=force)

@@ -58,9 +58,10 @@ def free_port() -> int:
     """Below 55000: a cluster node's own port is 10000 above."""
     while True:
         port = random.SystemRandom().randrange(20000, 44000)
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as bus:
             try:
                 probe.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + 10_000))
             except OSError:
                 continue
             return port
@@ -77,8 +78,17 @@ class Server:
         self._binary = binary or any_binary()
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
         _RUNNING.append(self)
+        for attempt in range(4):
+            try:
+                self.start()
+                break
+            except RuntimeError:  # somebody took the port since
+                if port is not None or attempt == 3:
+                    raise
+                self.kill()
+                self.port = free_port()
+                (self.folder / "server.conf").unlink()
 
     def start(self) -> None:
         config = self.folder / "server.conf"

@@ -82,7 +82,9 @@ class TestTls(RedisContract):
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, (9 << 20) + 3], ids=["1B", "1MiB", "9MiB"])
-@pytest.mark.parametrize("contract", [TestUnixSocket, TestTcpSigned, TestPlainCalls, TestTls], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "contract", [TestUnixSocket, TestTcpSigned, TestPlainCalls, TestTls], ids=lambda one: one.__name__
+)
 def test_sizes_from_one_byte_to_more_than_a_window(contract: type[RedisContract], size: int) -> None:
     class Sized(contract):  # type: ignore[misc,valid-type]
         payload_bytes = size
