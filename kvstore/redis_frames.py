@@ -15,7 +15,7 @@ from kvstore.frame import FrameFault, FrameSpec, parse_header
 from kvstore.frame_layout import MOST_SEGMENTS
 from kvstore.tier import ByteRow, Job
 
-_CHUNK_BYTES = 256 << 10  # received and checked while it lies in cache
+_CHUNK_BYTES = 1 << 20  # received and checked while it lies in cache
 
 
 class KeyNames:
@@ -62,13 +62,14 @@ def joined_checksum(rows: Sequence[ByteRow]) -> bytes:
 class FrameSink:
     """One value into one job's buffers. `fault` says what was wrong, None when every byte was right."""
 
-    __slots__ = ("_job", "_secret", "_spec", "fault", "size_bytes")
+    __slots__ = ("_job", "_secret", "_spec", "fault", "head_bytes", "size_bytes")
 
     def __init__(self, job: Job, spec: FrameSpec, secret: bytes | None) -> None:
         self._job = job
         self._spec = spec
         self._secret = secret
-        self.size_bytes = spec.frame_bytes(1)
+        self.head_bytes = spec.header_bytes(1)
+        self.size_bytes = self.head_bytes + spec.payload_bytes
         self.fault: FrameFault | None = FrameFault.LENGTH
 
     def targets(self, length: int) -> Iterator[memoryview]:

@@ -6,11 +6,10 @@ given and imports nothing of redis-py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvstore.redis_wire import ErrorReply, Reply, Sink, WireError, WireTimeoutError, error_reply
-from kvstore.tier import Buffer
+from kvstore.redis_wire import ErrorReply, PutOrder, Reply, Sink, WireError, WireTimeoutError, error_reply
 
 _CODES = {
     "MovedError": "MOVED",
@@ -32,7 +31,7 @@ class PlainWire:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer], int]], ttl_ms: int, asking: bool) -> list[Reply]:
+    def put(self, items: Iterable[PutOrder], ttl_ms: int, asking: bool) -> list[Reply]:
         commands = []
         for key, pieces, _ in items:
             value = b"".join(memoryview(piece).cast("B") for piece in pieces)

@@ -34,7 +34,7 @@ from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
 from kvstore.redis_space import Namespace
 from kvstore.redis_url import RedisAddress, parse_redis_url
-from kvstore.redis_wire import ErrorReply, Reply, Wire
+from kvstore.redis_wire import ErrorReply, PutOrder, Reply, Wire
 from kvstore.tier import Job, ResultCode, Transfer
 
 _NAME_BYTES = 256  # what a key's name and the server's own bookkeeping cost, about
@@ -281,12 +281,7 @@ class RedisTier(QueuedTier):
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
         def work(wire: Wire, node: Node, window: Sequence[Order], asking: bool) -> list[Reply]:
-            items = []
-            for order in window:
-                job, spec = order.item
-                header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
-                items.append((order.name, [header, *job.rows], order.size_bytes - _NAME_BYTES))
-            return wire.put(items, self._ttl_ms, asking)
+            return wire.put(map(self._put_order, window), self._ttl_ms, asking)
 
         dispatch(self.links, orders, work, lambda: transfer.cancelled)
         results = {}
@@ -303,6 +298,11 @@ class RedisTier(QueuedTier):
         if unsure:  # written or not: with a cap, what is not counted must not be there
             self._unlink(unsure if cleared or self._ledger.capacity_bytes else ())
         return results
+
+    def _put_order(self, order: Order) -> PutOrder:
+        job, spec = order.item
+        header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
+        return order.name, [header, *job.rows], order.size_bytes - _NAME_BYTES
 
     def _survey(self) -> None:
         """Count what an earlier life of this process left; what is over the cap goes. TierError: try again later."""

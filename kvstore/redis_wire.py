@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kvstore.tier import Buffer
@@ -25,6 +25,7 @@ _MOST_ELEMENTS = 1 << 16
 _DEEPEST = 4
 _DRAIN_BYTES = 4 << 20  # more than this to skip: dropping the connection is cheaper
 _MOST_BUFFERS = 1000  # of one sendmsg; the system's limit is 1,024
+_SEND_BYTES = 256 << 10  # small values are sent together, large ones as soon as their checksum is known
 _SLOWEST_BYTES_PER_SECOND = 16e6  # a batch may take the timeout and its bytes at this rate
 
 
@@ -36,6 +37,10 @@ class ErrorReply(NamedTuple):
 
 
 Reply: TypeAlias = "int | bytes | list[Reply] | ErrorReply | None"
+
+
+PutOrder: TypeAlias = tuple[bytes, Sequence[Buffer], int]
+"""Key, the value's pieces in order, their bytes in all."""
 
 
 class WireError(Exception):
@@ -60,7 +65,8 @@ class InterruptedCallError(WireError):
 class Sink(Protocol):
     """Takes one value: yields buffers to be filled one after the other; ends early when it wants no more."""
 
-    size_bytes: int
+    size_bytes: int  # of the value that is expected, and of its first target
+    head_bytes: int
 
     def targets(self, length: int) -> Iterator[memoryview]: ...
 
@@ -71,8 +77,8 @@ class Wire(Protocol):
     `asking` sends ASKING before each command (a slot that is being moved). `stopped` is asked between replies.
     """
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer], int]], ttl_ms: int, asking: bool) -> list[Reply]:
-        """SET (key, pieces, bytes in all) each with PX ttl_ms."""
+    def put(self, items: Iterable[PutOrder], ttl_ms: int, asking: bool) -> list[Reply]:
+        """SET each with PX ttl_ms. `items` is consumed as they are sent, so what was just looked at is in cache."""
 
     def get(self, items: Sequence[tuple[bytes, Sink]], ttl_ms: int, getex: bool, asking: bool) -> list[Reply]:
         """Values into sinks, their time to live set anew; the reply is the value's length, None where there is none."""
@@ -149,17 +155,24 @@ class DirectWire:
 
     # batches ---------------------------------------------------------------------------------------------------------
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Buffer], int]], ttl_ms: int, asking: bool) -> list[Reply]:
-        self._begin(sum([size for _, _, size in items]))
+    def put(self, items: Iterable[PutOrder], ttl_ms: int, asking: bool) -> list[Reply]:
+        self._begin()
         end = b"\r\n" + bulk(b"PX") + bulk(b"%d" % ttl_ms)
         buffers: list[Buffer] = []
+        count = unsent_bytes = 0
         for key, pieces, size in items:
             head = b"*5\r\n$3\r\nSET\r\n%b$%d\r\n" % (bulk(key), size)
             buffers.append(ASKING + head if asking else head)
             buffers += pieces
             buffers.append(end)
+            self._deadline += size / _SLOWEST_BYTES_PER_SECOND
+            count += 1
+            unsent_bytes += size
+            if unsent_bytes >= _SEND_BYTES or len(buffers) > _MOST_BUFFERS // 2:
+                self._send(buffers)
+                buffers, unsent_bytes = [], 0
         self._send(buffers)
-        return [self._answer(asking) for _ in items]
+        return [self._answer(asking) for _ in range(count)]
 
     def get(self, items: Sequence[tuple[bytes, Sink]], ttl_ms: int, getex: bool, asking: bool) -> list[Reply]:
         self._begin(sum([sink.size_bytes for _, sink in items]))
@@ -235,7 +248,8 @@ class DirectWire:
             raise WireError("connection_lost", "closed by the server")
         return count
 
-    def _read_line(self) -> bytes:
+    def _read_line(self, ahead_bytes: int = _LINE_BYTES) -> bytes:
+        """ahead_bytes: how much to ask the socket for at once. What belongs to a payload should not be among it."""
         searched = self._start
         while True:
             at = self._line.find(b"\r\n", searched, self._end)
@@ -251,7 +265,7 @@ class DirectWire:
                 self._view[: len(rest)] = rest
                 self._start, self._end = 0, len(rest)
             searched = max(self._start, self._end - 1)
-            self._end += self._receive(self._view[self._end :], 0)
+            self._end += self._receive(self._view[self._end : max(ahead_bytes, self._end + 1)], 0)
 
     def _fill(self, view: memoryview) -> None:
         size = view.nbytes
@@ -264,30 +278,65 @@ class DirectWire:
             if at < size:
                 self._check()
 
+    def _fill_to_end(self, view: memoryview) -> None:
+        """The last of a value and the two bytes after it, in one call where possible."""
+        size = view.nbytes
+        if self._start != self._end or self._is_tls:
+            at = min(size, self._end - self._start)
+            self._fill(view[:at])
+            view, size = view[at:], size - at
+            if not size or self._is_tls or self._start != self._end:
+                self._fill(view)
+                self._end_of_bulk()
+                return
+        at, end = 0, bytearray(2)
+        while at < size:
+            try:
+                at += self._sock.recvmsg_into([view[at:], end], 0, socket.MSG_WAITALL)[0] or self._closed()
+            except BlockingIOError:
+                raise WireTimeoutError("timeout", "receiving") from None
+            except OSError as error:
+                raise WireError("connection_lost", str(error)) from None
+            if at < size:
+                self._check()
+        got = at - size
+        if got < 2:
+            self._fill(memoryview(end)[got:])
+        if end != b"\r\n":
+            raise WireError("out_of_step", "a value longer than announced")
+
+    def _closed(self) -> int:
+        raise WireError("connection_lost", "closed by the server")
+
     def _end_of_bulk(self) -> None:
         if self._end - self._start >= 2 and self._line[self._start : self._start + 2] == b"\r\n":
             self._start += 2
-        elif self._read_line() != b"":
+        elif self._read_line(2) != b"":
             raise WireError("out_of_step", "a value longer than announced")
 
     def _value(self, sink: Sink) -> Reply:
-        line = self._read_line()
+        line = self._read_line(3 + len(str(sink.size_bytes)) + sink.head_bytes)
         if line[:1] != b"$":
             return self._small(line, 0)
         length = _number(line)
         if length < 0:
             return None
         left = length
+        ended = False
         for view in sink.targets(length):
             if view.nbytes > left:
                 raise WireError("out_of_step", "a sink wants more than there is")
-            self._fill(view)
             left -= view.nbytes
+            if left:
+                self._fill(view)
+            else:
+                self._fill_to_end(view)
+                ended = True
             if self._clock() > self._deadline or (self.stopped is not None and self.stopped()):
                 self._check()
-        if left:
+        if not ended:
             self._drain(left)
-        self._end_of_bulk()
+            self._end_of_bulk()
         return length
 
     def _drain(self, left: int) -> None:
