@@ -13,6 +13,7 @@ import xxhash
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameSpec, parse_header
 from kvstore.frame_layout import MOST_SEGMENTS
+from kvstore.frame_specs import SpecSource
 from kvstore.tier import ByteRow, Job
 
 _CHUNK_BYTES = 1 << 20  # received and checked while it lies in cache
@@ -57,6 +58,31 @@ def joined_checksum(rows: Sequence[ByteRow]) -> bytes:
     for row in rows:
         state.update(row.data)
     return state.digest()
+
+
+class Specs:
+    """A tier's SpecSource, asked once a family and size: the specs of a prompt's blocks differ in their key only."""
+
+    def __init__(self, source: SpecSource) -> None:
+        self._source = source
+        self._known: dict[tuple[object, int], FrameSpec] = {}
+
+    def of(self, key: CopyKey, payload_bytes: int) -> FrameSpec:
+        place = (key.family, payload_bytes)
+        known = self._known.get(place)
+        if known is None:
+            if len(self._known) >= 4096:
+                self._known.clear()
+            known = self._known[place] = self._source(key, payload_bytes)
+        spec = object.__new__(FrameSpec)  # what the first one checked holds for all of its family
+        put = object.__setattr__
+        put(spec, "key", key)
+        put(spec, "block_tokens", known.block_tokens)
+        put(spec, "key_dim", known.key_dim)
+        put(spec, "value_dim", known.value_dim)
+        put(spec, "dtype", known.dtype)
+        put(spec, "payload_bytes", payload_bytes)
+        return spec
 
 
 class FrameSink:

@@ -32,7 +32,7 @@ from kvstore.redis_plain import PlainWire
 from kvstore.redis_url import RedisAddress, Topology
 from kvstore.redis_wire import DirectWire, ErrorReply, InterruptedCallError, Wire, WireError, WireTimeoutError
 
-TESTED = ((5, 0), (9, 0))
+TESTED = ((6, 0), (9, 0))
 """From, and below: versions of redis-py whose connections are used directly."""
 
 _REFRESH_SECONDS = 0.5
@@ -93,6 +93,8 @@ class _Held:
         return not isinstance(self.wire, DirectWire) or self.wire.is_quiet
 
     def drop(self) -> None:
+        if isinstance(self.wire, DirectWire):
+            self.wire.close()
         if self.connection is not None:
             self.connection.disconnect()
             self.pool.release(self.connection)
@@ -180,10 +182,7 @@ class Node:
             return _Held(PlainWire(self.client))
         pool = self.client.connection_pool
         try:
-            try:
-                connection = pool.get_connection()
-            except TypeError:  # redis-py 5.0 wants a command's name
-                connection = pool.get_connection("SET")
+            connection = pool.get_connection()
         except (RedisError, OSError) as error:
             raise NodeDownError(_cause(error), f"{self.name}: {error}") from None
         sock = getattr(connection, "_sock", None)

@@ -29,7 +29,7 @@ from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
-from kvstore.redis_frames import FrameSink, KeyNames, joined_checksum
+from kvstore.redis_frames import FrameSink, KeyNames, Specs, joined_checksum
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
 from kvstore.redis_space import Namespace
@@ -78,7 +78,7 @@ class RedisTier(QueuedTier):
         self._options = options
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
-        self._spec_of = spec_of
+        self._spec_of = Specs(spec_of).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))
         self._names = KeyNames(self.address.namespace)
         self.links = Links(self.address, options.links)

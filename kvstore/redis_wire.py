@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from kvstore.tier import Buffer
+from kvstore.page_pipe import LEAST_BYTES, PagePipe
+from kvstore.tier import Buffer, as_byte_row
 
 _LINE_BYTES = 2048  # read ahead at most: what of it is payload is copied once more
 _LONGEST_LINE_BYTES = 1024
@@ -132,6 +133,7 @@ class DirectWire:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._wait_all = socket.MSG_WAITALL
+        self._pipe = None if self._is_tls else PagePipe.open_for(sock)
 
     @property
     def is_quiet(self) -> bool:
@@ -153,6 +155,12 @@ class DirectWire:
             pass
         return False
 
+    def close(self) -> None:
+        """Give up what belongs to the wire; the socket is its owner's."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
     # batches ---------------------------------------------------------------------------------------------------------
 
     def put(self, items: Iterable[PutOrder], ttl_ms: int, asking: bool) -> list[Reply]:
@@ -169,8 +177,8 @@ class DirectWire:
             count += 1
             unsent_bytes += size
             if unsent_bytes >= _SEND_BYTES or len(buffers) > _MOST_BUFFERS // 2:
-                self._send(buffers)
-                buffers, unsent_bytes = [], 0
+                self._send(buffers[:-1])
+                buffers, unsent_bytes = [end], 0
         self._send(buffers)
         return [self._answer(asking) for _ in range(count)]
 
@@ -216,24 +224,38 @@ class DirectWire:
                 for one in buffers:
                     self._sock.sendall(one)
                 return
-            left = [view for view in (memoryview(one).cast("B") for one in buffers) if view.nbytes]
-            while left:
-                sent = self._sock.sendmsg(left[:_MOST_BUFFERS])
-                done = 0
-                while done < len(left) and sent >= left[done].nbytes:
-                    sent -= left[done].nbytes
-                    done += 1
-                left = left[done:]
-                if left:
-                    if sent:
-                        left[0] = left[0][sent:]
-                    self._check()
+            small: list[memoryview] = []
+            for one in buffers:
+                view = memoryview(one).cast("B")
+                if self._pipe is not None and view.nbytes >= LEAST_BYTES:
+                    self._send_views(small)
+                    small = []
+                    if self._pipe.send(as_byte_row(view)):
+                        self._check()
+                        continue
+                    self.close()  # refused before anything was sent: from now on they are copied
+                if view.nbytes:
+                    small.append(view)
+            self._send_views(small)
         except TimeoutError:
             raise WireTimeoutError("timeout", "sending") from None
         except BlockingIOError:
             raise WireTimeoutError("timeout", "sending") from None
         except OSError as error:
             raise WireError("connection_lost", str(error)) from None
+
+    def _send_views(self, left: list[memoryview]) -> None:
+        while left:
+            sent = self._sock.sendmsg(left[:_MOST_BUFFERS])
+            done = 0
+            while done < len(left) and sent >= left[done].nbytes:
+                sent -= left[done].nbytes
+                done += 1
+            left = left[done:]
+            if left:
+                if sent:
+                    left[0] = left[0][sent:]
+                self._check()
 
     # receiving -------------------------------------------------------------------------------------------------------
 

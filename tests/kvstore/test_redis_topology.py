@@ -103,6 +103,20 @@ def test_a_slot_that_is_being_moved_is_asked_at_both_ends() -> None:
             cluster.nodes[other].command("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[source])
 
 
+def test_an_acl_user_with_the_documented_rules_on_a_cluster() -> None:
+    cluster = shared_cluster()
+    rules = "~kv1:* resetchannels -@all +get +getex +set +strlen +pexpire +unlink +scan +ping +client|setinfo +asking"
+    for node in cluster.nodes:
+        node.command("ACL", "SETUSER", "kv", "on", ">right", *rules.split(), "+cluster|slots", "+command")
+    with remote_tier(cluster.url.replace("://", "://kv:right@") + "?namespace=kv1") as tier:
+        keys = [key_of(n) for n in range(20)]
+        assert put(tier, keys) == [OK] * 20
+        assert get(tier, keys) == [OK] * 20
+        assert tier.raise_epoch() == tier.read_epoch()
+        tier.clear()
+        assert get(tier, keys) == [MISS] * 20
+
+
 def test_sentinel_names_the_master() -> None:
     group = shared_sentinel()
     with remote_tier(group.url) as tier:
