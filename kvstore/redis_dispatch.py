@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from kvstore.redis_links import Links, Node, NodeDownError
-from kvstore.redis_wire import ErrorReply, InterruptedCallError, Reply, Wire
+from kvstore.redis_protocol import ErrorReply, InterruptedCallError, Reply, Wire
 
 _ROUNDS = 3  # the first, and two after a redirection or a failover
 _WINDOW_BYTES = 4 << 20  # in flight on one connection: the server holds as much of replies

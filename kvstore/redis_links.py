@@ -29,8 +29,9 @@ from redis.sentinel import Sentinel
 
 from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.redis_plain import PlainWire
+from kvstore.redis_protocol import ErrorReply, InterruptedCallError, Wire, WireError, WireTimeoutError
 from kvstore.redis_url import RedisAddress, Topology
-from kvstore.redis_wire import DirectWire, ErrorReply, InterruptedCallError, Wire, WireError, WireTimeoutError
+from kvstore.redis_wire import DirectWire
 
 TESTED = ((6, 0), (9, 0))
 """From, and below: versions of redis-py whose connections are used directly."""

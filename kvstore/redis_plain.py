@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvstore.redis_wire import ErrorReply, PutOrder, Reply, Sink, WireError, WireTimeoutError, error_reply
+from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Sink, WireError, WireTimeoutError, error_reply
 
 _CODES = {
     "MovedError": "MOVED",

@@ -14,7 +14,7 @@ from allocator.errors import TierError
 from kvstore.redis_dispatch import Lost, Order, dispatch
 from kvstore.redis_frames import KeyNames
 from kvstore.redis_links import Links, Node, NodeDownError
-from kvstore.redis_wire import ErrorReply, Reply, WireError
+from kvstore.redis_protocol import ErrorReply, Reply, WireError
 
 _SCAN_COUNT = b"500"
 _EPOCH_TTL_MS = 400 * 86400 * 1000

@@ -32,9 +32,9 @@ from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
 from kvstore.redis_frames import FrameSink, KeyNames, Specs, joined_checksum
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
+from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Wire
 from kvstore.redis_space import Namespace
 from kvstore.redis_url import RedisAddress, parse_redis_url
-from kvstore.redis_wire import ErrorReply, PutOrder, Reply, Wire
 from kvstore.tier import Job, ResultCode, Transfer
 
 _NAME_BYTES = 256  # what a key's name and the server's own bookkeeping cost, about

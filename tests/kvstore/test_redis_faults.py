@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from allocator.errors import TierError
+from kvstore import page_pipe
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import ResultCode
@@ -234,3 +235,39 @@ def test_a_server_without_getex_is_read_all_the_same() -> None:
         assert get(tier, [key_of(1), key_of(2), key_of(3)]) == [OK, OK, MISS]
         assert server.command("PTTL", name) > 50_000
         assert get(tier, [key_of(2), key_of(3)]) == [OK, MISS]
+
+
+@pytest.mark.parametrize("size", [70_000, 150_000, 3_000_000])
+def test_bytes_that_change_after_a_failed_put_are_never_read_back(size: int) -> None:
+    """Pages are lent to a Unix socket: a server that wakes up later may store what has changed since."""
+    key = key_of(1)
+    buffer = payload_of(key, size).copy()
+    with Server() as server, remote_tier(server.unix_url, options=options(0.2)) as tier:
+        assert put(tier, [key_of(2)]) == [OK]
+        with server.hung():
+            assert ended(tier, tier.submit_put([(key, [buffer])])) == [FAILED]
+            buffer[: size // 2] ^= 0xFF
+        until_ok(tier, [key_of(3)])
+        assert get(tier, [key], size)[0] in (MISS, ResultCode.CORRUPT)
+        assert put(tier, [key], size) == [OK]
+        assert get(tier, [key], size) == [OK]
+
+
+def test_where_pages_cannot_be_lent_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
+    def refuse(*_: object) -> int:
+        refused.append(1)
+        return -1
+
+    monkeypatch.setattr(page_pipe, "_vmsplice", lambda: refuse)
+    with remote_tier(shared_server().unix_url) as tier:
+        keys = [key_of(n) for n in range(3)]
+        assert put(tier, keys, 500_000) == [OK] * 3
+        assert get(tier, keys, 500_000) == [OK] * 3
+    assert len(refused) == 1
+    monkeypatch.setattr(page_pipe, "_vmsplice", lambda: None)
+    with remote_tier(shared_server().unix_url) as tier:
+        assert put(tier, keys, 500_000) == [OK] * 3
+        assert get(tier, keys, 500_000) == [OK] * 3
+    assert len(refused) == 1
