@@ -58,16 +58,17 @@ def test_steps_do_not_wait_for_a_hung_server_and_a_reset_says_that_it_failed(
         store = make_store(blocks=16, redis_url=server.url, load_always=True, io_threads="thread")
         stored(store, 10)
         with server.hung():
+            run_prompt(store, "b", list(range(5000, 5000 + 12 * B)))
+            store.preempt("b")  # its copies are on their way to a server that does not answer
             slowest = 0.0
-            for number in range(1, 31):
+            for number in range(300):
                 start = time.perf_counter()
-                prompt = list(range(1000 * number, 1000 * number + 3 * B))
-                run = run_prompt(store, f"s{number}", prompt)
-                store.finish(f"s{number}")
+                store.lookup(list(range(1000 * number, 1000 * number + 3 * B)))
                 store.step()
                 slowest = max(slowest, time.perf_counter() - start)
-                assert run == 0
-            assert slowest < 0.3, "a whole prompt takes less than the server's timeout"
+                time.sleep(0.002)
+            assert slowest < 0.25, "half the timeout: what a busy machine may take, a wait for the server may not"
+            assert store.metrics.get("spilled_blocks", tier="remote") == 10
             with pytest.raises(TierError):
                 store.reset()
         store.close()
