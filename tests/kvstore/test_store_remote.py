@@ -60,15 +60,16 @@ def test_steps_do_not_wait_for_a_hung_server_and_a_reset_says_that_it_failed(
         with server.hung():
             run_prompt(store, "b", list(range(5000, 5000 + 12 * B)))
             store.preempt("b")  # its copies are on their way to a server that does not answer
-            slowest = 0.0
+            waited = []
             for number in range(300):
                 start = time.perf_counter()
                 store.lookup(list(range(1000 * number, 1000 * number + 3 * B)))
                 store.step()
-                slowest = max(slowest, time.perf_counter() - start)
+                waited.append(time.perf_counter() - start)
                 time.sleep(0.002)
-            assert slowest < 0.25, "half the timeout: what a busy machine may take, a wait for the server may not"
-            assert store.metrics.get("spilled_blocks", tier="remote") == 10
+            # Half the server's timeout: what a busy machine may take once, a wait for the server may not.
+            assert sorted(waited)[-3] < 0.25
+            assert store.metrics.get("dropped_blocks", tier="remote", cause="failed") > 0, "nothing hung"
             with pytest.raises(TierError):
                 store.reset()
         store.close()
