@@ -77,7 +77,8 @@ def assemble(
         metrics.add("failed_tasks", cause=cause)
 
     if tiers is None:
-        tiers = () if device_name == "absent" else _host_tiers(config, layout, on_failed)
+        lower = () if device_name == "absent" else _host_tiers(config, layout, on_failed)
+        tiers = lower if device_name == "absent" else (*lower, *_remote_tiers(geometry, config, on_failed))
     for tier in tiers:
         tier.set_waker(waker)
     executor = make_executor(config.io_threads, on_failed=on_failed)
@@ -149,5 +150,28 @@ def _host_tiers(config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable
             make_executor(config.io_threads, on_failed=on_failed),
             slot_bytes=[size for size in layout.raw_slot_bytes if size],
             prefault=config.host_prefault,
+        ),
+    )
+
+
+def _remote_tiers(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> tuple[Tier, ...]:
+    if not config.redis_url:
+        return ()
+    from kvstore.frame_specs import geometry_specs
+    from kvstore.redis_links import LinkOptions
+    from kvstore.redis_tier import RedisOptions, RedisTier
+
+    deadline = config.fetch_deadline_seconds
+    lookups = make_executor("thread", "kvstore-lookup", on_failed) if config.io_threads == "thread" else None
+    links = LinkOptions(timeout_seconds=min(0.5, deadline / 2), connect_timeout_seconds=min(0.25, deadline / 4))
+    return (
+        RedisTier(
+            config.redis_url,
+            make_executor(config.io_threads, on_failed=on_failed),
+            capacity_bytes=config.redis_bytes,
+            ttl_seconds=config.redis_ttl_seconds,
+            secret=config.secret.encode() or None,
+            spec_of=geometry_specs(geometry),
+            options=RedisOptions(links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups),
         ),
     )

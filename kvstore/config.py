@@ -100,8 +100,29 @@ def _one_of(*names: str) -> _Reader:
     return read
 
 
-def _key(default: Any, expected: str, read: _Reader) -> Any:
-    return field(default=default, metadata={"expected": expected, "read": read})
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or any(ord(one) < 32 for one in value):
+        raise _RefusedError
+    return value.strip()
+
+
+def _secret(value: Any) -> str:
+    """Text, or `file:` and the path of a file with it: what is kept is the secret itself."""
+    text = _text(value)
+    if text.startswith("file:"):
+        try:
+            text = Path(text.removeprefix("file:")).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            raise _RefusedError from None
+    if text and not 16 <= len(text.encode()) <= 64:
+        raise _RefusedError
+    return text
+
+
+def _key(default: Any, expected: str, read: _Reader, *, private: bool = False) -> Any:
+    """private: the value is in no repr and no message."""
+    metadata = {"expected": expected, "read": read, "private": private}
+    return field(default=default, metadata=metadata, repr=not private)
 
 
 _BYTES = "a byte count, or text such as '512 MiB'"
@@ -119,6 +140,16 @@ class KVStoreConfig:
     """Bytes of the host tier; 0: none."""
     host_prefault: bool = _key(True, "true or false", _truth)
     """Touch the host arena's pages in the background."""
+
+    # remote
+    redis_url: str = _key("", "a URL as in docs/how-to/redis.md, or nothing", _text, private=True)
+    """Where Redis or Valkey is; empty: no remote tier."""
+    redis_ttl_seconds: float = _key(86400.0, "a number in [1, 1e8]", _real(1, 1e8))
+    """Life of a remote copy since its last use."""
+    redis_bytes: int = _key(0, _BYTES, _size)
+    """Most that this process stores there; 0: only the server's own maxmemory limits it."""
+    secret: str = _key("", "16 to 64 bytes of text, or file:PATH of a file with them", _secret, private=True)
+    """Signs copies in tiers that others can write to; better from the environment or a file than from TOML."""
 
     # cold copies
     codec: str = _key("int4", "one of int4, int8k, raw", _one_of("int4", "int8k", "raw"))
@@ -211,7 +242,8 @@ def _read(name: str, metadata: Mapping[Any, Any], value: Any) -> Any:
         return metadata["read"](value)
     except (_RefusedError, OverflowError):
         kind = type(value).__name__
-        raise ConfigError(f"{name}: got {value!r} ({kind}); expected {metadata['expected']}") from None
+        given = kind if metadata["private"] else f"{value!r} ({kind})"
+        raise ConfigError(f"{name}: got {given}; expected {metadata['expected']}") from None
 
 
 def _refuse_unknown(settings: Mapping[str, Any], source: str) -> None:

