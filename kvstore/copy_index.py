@@ -11,8 +11,10 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
 
 _BlockName: TypeAlias = tuple[bytes, int, bytes]  # root, group, hash: a block, whatever form its copies have
@@ -108,6 +110,33 @@ class CopyIndex(ABC, Generic[Entry]):
     def touch(self, entry: Entry) -> None:
         self._tick += 1
         entry.tick = self._tick
+
+    @property
+    def tick(self) -> int:
+        """The time of the last use, counted in uses."""
+        return self._tick
+
+    def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
+        """One pin more on each copy that is there."""
+        entries = [self.find(key) for key in keys]
+        for entry in entries:
+            if entry is not None:
+                entry.pin_count += 1
+        return [entry is not None for entry in entries]
+
+    def unpin(self, keys: Sequence[CopyKey], tier_name: str) -> None:
+        """Give pins back. UsageError when one was not granted, and then nothing changes."""
+        counts = Counter(keys)
+        for key, count in counts.items():
+            entry = self.find(key)
+            pins = 0 if entry is None else entry.pin_count
+            if pins < count:
+                raise UsageError(f"tier {tier_name}: unpin x{count} of a copy pinned {pins} times: {key}")
+        for key, count in counts.items():
+            entry = self.find(key)
+            assert entry is not None
+            entry.pin_count -= count
+            self.requeue(entry)
 
     # a copy's life ---------------------------------------------------------------------------------------------------
 

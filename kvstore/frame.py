@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 import xxhash
 
-from kvstore.frame_build import build_header, build_into, build_scatter
+from kvstore.frame_build import build_header, build_into, build_joined_header, build_scatter
 from kvstore.frame_layout import (
     CHECK_BYTES,
     EXACT_FLAG,
@@ -46,6 +46,7 @@ __all__ = [
     "Segment",
     "build_header",
     "build_into",
+    "build_joined_header",
     "build_scatter",
     "parse_frame",
     "parse_header",
@@ -111,7 +112,7 @@ class FrameHeader:
             fault = self.check_segment(index, row[segment.offset : segment.offset + segment.byte_count])
             if fault is not None:
                 return fault
-        return self._check_keyed([row], secret)
+        return self.check_keyed([row], secret)
 
     def copy_payload(self, payload: Buffer, out: Buffer, secret: bytes | None = None) -> FrameFault | None:
         """Copy the payload to `out` and check what arrived there, piece by piece while it lies in cache."""
@@ -125,9 +126,10 @@ class FrameHeader:
                 state.update(target[start:stop].data)
             if state.digest() != segment.checksum:
                 return FrameFault.PAYLOAD_CHECKSUM
-        return self._check_keyed([target], secret)
+        return self.check_keyed([target], secret)
 
-    def _check_keyed(self, pieces: Sequence[ByteRow], secret: bytes | None) -> FrameFault | None:
+    def check_keyed(self, pieces: Sequence[ByteRow], secret: bytes | None) -> FrameFault | None:
+        """Check the keyed hash over header and payload; the checksums vouch for nothing against a forger."""
         if secret is None:
             return None
         mac_at = len(self.header) - CHECK_BYTES - MAC_BYTES

@@ -90,6 +90,30 @@ def build_into(
     return size
 
 
+def build_joined_header(
+    spec: FrameSpec, pieces: Sequence[Buffer], checksum: bytes, *, secret: bytes | None = None
+) -> bytes:
+    """The header of a frame of one segment whose payload lies in several pieces, cut anywhere.
+
+    checksum: XXH3-128 of the pieces in order, taken by a caller that had them in cache anyway.
+    """
+    rows = [as_byte_row(piece) for piece in pieces]
+    total = sum(row.nbytes for row in rows)
+    if total != spec.payload_bytes or len(checksum) != CHECK_BYTES:
+        raise UsageError(
+            f"frame: got {total} bytes and a checksum of {len(checksum)}; expected {spec.payload_bytes}, 16"
+        )
+    return _header(spec, [spec.key.layers], rows, [checksum], secret, [total])
+
+
+def joined_checksum(pieces: Sequence[Buffer]) -> bytes:
+    """XXH3-128 of the pieces in order, for build_joined_header."""
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(as_byte_row(piece).data)
+    return state.digest()
+
+
 def _checked_ranges(
     spec: FrameSpec, rows: Sequence[ByteRow], layer_ranges: Sequence[tuple[int, int]] | None
 ) -> list[tuple[int, int]]:
@@ -119,9 +143,11 @@ def _header(
     rows: Sequence[ByteRow],
     checksums: Sequence[bytes],
     secret: bytes | None,
+    sizes: Sequence[int] | None = None,
 ) -> bytes:
     key = spec.key
-    table_at, _, header_bytes = header_layout(len(key.parameters), len(rows))
+    sizes = [row.nbytes for row in rows] if sizes is None else sizes
+    table_at, _, header_bytes = header_layout(len(key.parameters), len(sizes))
     header = bytearray(header_bytes)
     FIXED.pack_into(
         header,
@@ -144,14 +170,14 @@ def _header(
         spec.payload_bytes,
         spec.payload_bytes,
         len(key.parameters),
-        len(rows),
+        len(sizes),
         0,
     )
     header[FIXED.size : FIXED.size + len(key.parameters)] = key.parameters
     offset = 0
-    for index, (row, (start, stop), checksum) in enumerate(zip(rows, ranges, checksums, strict=True)):
-        SEGMENT.pack_into(header, table_at + index * SEGMENT.size, offset, row.nbytes, start, stop, 0, checksum)
-        offset += row.nbytes
+    for index, (size, (start, stop), checksum) in enumerate(zip(sizes, ranges, checksums, strict=True)):
+        SEGMENT.pack_into(header, table_at + index * SEGMENT.size, offset, size, start, stop, 0, checksum)
+        offset += size
     mac_at = header_bytes - CHECK_BYTES - MAC_BYTES
     if secret is not None:
         header[mac_at : mac_at + MAC_BYTES] = keyed_hash(secret, bytes(header[:mac_at]), rows)

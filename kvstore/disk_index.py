@@ -1,0 +1,220 @@
+"""What the disk tier holds, in memory: CopyIndex over index pages and slots, and the byte budget of both.
+
+The index file never shrinks while it is open, so its room is what it has ever needed; pages that deleted values leave
+are used again by values, slots that deleted copies leave by slots of their size or, as holes, by anything. Eviction is
+least recently used over all sizes, leaves first.
+
+Pure bookkeeping; changes of files are written into a Plan. Used by DiskTier only, under its lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from allocator.errors import IntegrityError
+from kvstore.copy_index import CopyEntry, CopyIndex
+from kvstore.copy_key import CopyKey
+from kvstore.disk_catalog import PageAccount, Removal
+from kvstore.disk_layout import INLINE_MOST_BYTES, PAGE_BYTES, class_bytes, key_digest, value_pages
+from kvstore.disk_slots import Plan, SlotFiles
+
+FIXED_BYTES = 64 << 10
+"""Kept apart for the lock files and the directory itself."""
+LEAST_BYTES = 1 << 20
+"""The smallest budget: below, the index alone would take most of it."""
+_PAGES_A_COPY = 2
+_SPARE_PAGES = 8
+_COMMITS_UNTIL_FREE = 2  # LMDB gives pages out again from the second transaction after the one that freed them
+
+
+class DiskEntry(CopyEntry):
+    """One copy and where its frame lies: a slot of slot_bytes, or (slot None) pages of the index."""
+
+    __slots__ = ("digest", "frame_bytes", "generation", "slot")
+
+    def __init__(
+        self, key: CopyKey, parent: bytes | None, size_bytes: int, slot_bytes: int, slot: int | None, frame_bytes: int
+    ) -> None:
+        super().__init__(key, parent, size_bytes, slot_bytes)
+        self.digest = key_digest(key)
+        self.frame_bytes = frame_bytes
+        self.slot = slot
+        self.generation = 0
+
+    @property
+    def index_pages(self) -> int:
+        return 0 if self.slot is not None else self.slot_bytes // PAGE_BYTES
+
+    @property
+    def removal(self) -> Removal:
+        return Removal(self.digest, self.generation, self.index_pages)
+
+
+class Batch:
+    """Copies that are published together: what they need of the index, and the changes of files before."""
+
+    __slots__ = ("evicts_values", "index_pages", "plan")
+
+    def __init__(self) -> None:
+        self.plan = Plan()
+        self.index_pages = 0
+        self.evicts_values = False
+
+
+class DiskIndex(CopyIndex[DiskEntry]):
+    """See the module. pending: copies that are gone here and still in the index file; no slot is written before."""
+
+    def __init__(self, capacity_bytes: int, slots: SlotFiles, account: PageAccount) -> None:
+        super().__init__()
+        self.capacity_bytes = capacity_bytes
+        self.slots = slots
+        self.account = account
+        self.pending: list[Removal] = []
+        self.dirty: dict[int, DiskEntry] = {}  # generation -> used since its recency was written down
+        self.last_generation = 0
+        self.other_readers = False
+        self._freed_pages: deque[int] = deque(maxlen=_COMMITS_UNTIL_FREE)
+
+    # recency and life ------------------------------------------------------------------------------------------------
+
+    def touch(self, entry: DiskEntry) -> None:
+        super().touch(entry)
+        self.dirty[entry.generation] = entry
+
+    def unlink(self, entry: DiskEntry) -> None:
+        super().unlink(entry)
+        self.pending.append(entry.removal)
+        self.dirty.pop(entry.generation, None)
+
+    def restore(self, entry: DiskEntry, generation: int) -> None:
+        """At open, oldest first: a copy that the index file names."""
+        entry.generation = generation
+        self.last_generation = max(self.last_generation, generation)
+        self.occupy(entry)
+        self.publish(entry)
+        self.dirty.pop(generation, None)
+
+    def take_dirty(self, limit: int) -> list[tuple[int, int]]:
+        """(generation, tick) of copies whose recency has changed; they are clean from now on."""
+        taken = list(self.dirty.items())[:limit]
+        for generation, _ in taken:
+            del self.dirty[generation]
+        return [(generation, entry.tick) for generation, entry in taken]
+
+    def _free(self, entry: DiskEntry) -> None:
+        self.used_bytes -= entry.slot_bytes
+        if entry.slot is not None:
+            self.slots.give_back(entry.slot_bytes, entry.slot)
+
+    # room ------------------------------------------------------------------------------------------------------------
+
+    def fits(self, size_bytes: int, frame_bytes: int) -> bool:
+        """Could it ever be stored?"""
+        slot_bytes = self.slot_bytes(size_bytes, frame_bytes)
+        return slot_bytes + 2 * PAGE_BYTES + FIXED_BYTES + 64 * PAGE_BYTES <= self.capacity_bytes
+
+    @staticmethod
+    def slot_bytes(size_bytes: int, frame_bytes: int) -> int:
+        if size_bytes <= INLINE_MOST_BYTES:
+            return value_pages(frame_bytes) * PAGE_BYTES
+        return class_bytes(frame_bytes)
+
+    def reserve(
+        self, batch: Batch, key: CopyKey, size_bytes: int, parent: bytes | None, frame_bytes: int
+    ) -> DiskEntry | None:
+        """Room for a copy about to be written, evicting as needed; None: all that could go is fenced."""
+        slot_bytes = self.slot_bytes(size_bytes, frame_bytes)
+        inline = size_bytes <= INLINE_MOST_BYTES
+        pages = _PAGES_A_COPY + (slot_bytes // PAGE_BYTES if inline else 0)
+        batch.index_pages += pages
+        slot = None
+        while True:
+            if not inline and slot is None:
+                slot = self.slots.take(slot_bytes)
+            growth = 0 if inline or slot is not None else self.slots.growth_bytes(slot_bytes)
+            spare = self.room_bytes(batch) - growth
+            if spare >= 0:
+                break
+            if not self._give_way(batch, slot_bytes):
+                batch.index_pages -= pages
+                if slot is not None:
+                    self.slots.give_back(slot_bytes, slot)
+                return None
+        if not inline and slot is None:
+            slot = self.slots.grow(batch.plan, slot_bytes, spare)
+        entry = DiskEntry(key, parent, size_bytes, slot_bytes, slot, frame_bytes)
+        self.last_generation += 1
+        entry.generation = self.last_generation
+        self.occupy(entry)
+        return entry
+
+    def room_bytes(self, batch: Batch) -> int:
+        """What the budget leaves once the batch has been written, growth of slot files not counted."""
+        account = self.account
+        needed = batch.index_pages + (1 + _COMMITS_UNTIL_FREE) * self._copied_pages(batch)
+        reusable = 0
+        if not self.other_readers:
+            waiting = 0 if batch.evicts_values else sum(self._freed_pages)
+            reusable = max(0, account.file_pages - account.live_pages - waiting - _SPARE_PAGES)
+        pages = account.file_pages + max(0, needed - reusable)
+        return self.capacity_bytes - FIXED_BYTES - pages * PAGE_BYTES - self.slots.cost_bytes
+
+    def _copied_pages(self, batch: Batch) -> int:
+        """Tree pages that one transaction of this batch may have to copy, since LMDB never writes in place."""
+        keys = batch.index_pages // _PAGES_A_COPY + len(self.pending)
+        return min(self.account.tree_pages + 4, 10 * keys + 8)
+
+    def note_commit(self, removals: int, value_pages: int) -> None:
+        """After a transaction: pages that it freed and that nobody can use yet, at most."""
+        self._freed_pages.append(min(self.account.tree_pages + 4, 10 * removals + 16) + value_pages)
+
+    def evict_oldest(self, count: int) -> int:
+        """Let the oldest copies go; how many went."""
+        for gone in range(count):
+            victim = self._victim()
+            if victim is None:
+                return gone
+            self._evict(victim)
+        return count
+
+    def shrink(self, batch: Batch) -> None:
+        """Evict until what is there is within the budget: it was smaller this time than at the last open."""
+        while self.room_bytes(batch) < 0 and self._give_way(batch, 0):
+            pass
+
+    def _give_way(self, batch: Batch, slot_bytes: int) -> bool:
+        """Make some room: a slot that nobody uses, else the oldest copy of any size."""
+        if self.slots.reclaim(batch.plan, slot_bytes):
+            return True
+        victim = self._victim()
+        if victim is None:
+            return False
+        if victim.slot is None:
+            batch.evicts_values = True
+            self.account.live_pages -= victim.index_pages
+        self._evict(victim)
+        return True
+
+    def _victim(self) -> DiskEntry | None:
+        oldest = [found for size in list(self._candidates) if (found := self._oldest(size)) is not None]
+        return min(oldest, key=lambda entry: entry.tick, default=None)
+
+    # check -----------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """IntegrityError names the first broken rule. For a tier at rest."""
+        linked = self.linked()
+        places = [(entry.slot_bytes, entry.slot) for entry in linked if entry.slot is not None]
+        used: dict[int, int] = {}
+        for size, _ in places:
+            used[size] = used.get(size, 0) + 1
+        rules = (
+            ("no slot holds two copies", len(set(places)) == len(places)),
+            ("used bytes are those of copies", sum(entry.slot_bytes for entry in linked) == self.used_bytes),
+            ("slots in use hold copies", {s: n for s, n in self.slots.in_use().items() if n} == used),
+            ("the budget holds", self.room_bytes(Batch()) >= -PAGE_BYTES * 64),
+            ("generations are distinct", len({entry.generation for entry in linked}) == len(linked)),
+        )
+        broken = [name for name, holds in rules if not holds] + self.broken_rules()
+        if broken:
+            raise IntegrityError(f"disk tier: broken rule: {broken[0]}")
