@@ -48,11 +48,11 @@ class Addition(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """value_pages: pieces of its value; 0 where the frame lies in a slot file."""
+    """pieces: of its value; 0 where the frame lies in a slot file."""
 
     digest: bytes
     generation: int
-    value_pages: int
+    pieces: int
 
 
 @dataclass(slots=True)

@@ -15,7 +15,15 @@ from allocator.errors import IntegrityError
 from kvstore.copy_index import CopyEntry, CopyIndex
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import PageAccount, Removal
-from kvstore.disk_layout import INLINE_MOST_BYTES, PAGE_BYTES, class_bytes, key_digest, value_pages
+from kvstore.disk_layout import (
+    INLINE_MOST_BYTES,
+    PAGE_BYTES,
+    VALUE_BYTES,
+    class_bytes,
+    key_digest,
+    value_charge_bytes,
+    value_pieces,
+)
 from kvstore.disk_slots import Plan, SlotFiles
 
 FIXED_BYTES = 64 << 10
@@ -42,12 +50,9 @@ class DiskEntry(CopyEntry):
         self.generation = 0
 
     @property
-    def index_pages(self) -> int:
-        return 0 if self.slot is not None else self.slot_bytes // PAGE_BYTES
-
-    @property
     def removal(self) -> Removal:
-        return Removal(self.digest, self.generation, self.index_pages)
+        pieces = 0 if self.slot is not None else value_pieces(self.frame_bytes)
+        return Removal(self.digest, self.generation, pieces)
 
 
 class Batch:
@@ -116,7 +121,7 @@ class DiskIndex(CopyIndex[DiskEntry]):
     @staticmethod
     def slot_bytes(size_bytes: int, frame_bytes: int) -> int:
         if size_bytes <= INLINE_MOST_BYTES:
-            return value_pages(frame_bytes) * PAGE_BYTES
+            return value_charge_bytes(frame_bytes)
         return class_bytes(frame_bytes)
 
     def reserve(
@@ -125,7 +130,7 @@ class DiskIndex(CopyIndex[DiskEntry]):
         """Room for a copy about to be written, evicting as needed; None: all that could go is fenced."""
         slot_bytes = self.slot_bytes(size_bytes, frame_bytes)
         inline = size_bytes <= INLINE_MOST_BYTES
-        pages = _PAGES_A_COPY + (slot_bytes // PAGE_BYTES if inline else 0)
+        pages = _PAGES_A_COPY + (value_pieces(frame_bytes) if inline else 0)
         batch.index_pages += pages
         slot = None
         while True:
@@ -191,7 +196,7 @@ class DiskIndex(CopyIndex[DiskEntry]):
             return False
         if victim.slot is None:
             batch.evicts_values = True
-            self.account.live_pages -= victim.index_pages
+            self.account.live_pages -= victim.frame_bytes // VALUE_BYTES
         self._evict(victim)
         return True
 

@@ -31,6 +31,7 @@ _CHECK_BYTES = 8
 _INLINE, _SLOT = 0, 1
 _KEY = struct.Struct("<8s32s32sH16sBHHHHI")
 _KEY_MAGIC = b"kvcopy1\x00"
+_REST_STEP = 256
 _CLASS_STEP_BITS = 6  # 64 size classes for every doubling: under 1.6 % is lost to rounding
 
 
@@ -129,9 +130,15 @@ def class_bytes(frame_bytes: int) -> int:
     return -(-frame_bytes // step) * step
 
 
-def value_pages(frame_bytes: int) -> int:
-    """Pages that a frame in the index takes: each holds VALUE_BYTES of it."""
+def value_pieces(frame_bytes: int) -> int:
+    """Pieces that a frame in the index is cut into, and the most pages it takes."""
     return -(-frame_bytes // VALUE_BYTES)
+
+
+def value_charge_bytes(frame_bytes: int) -> int:
+    """What a frame in the index is charged: a page a whole piece; a short last piece shares one with others."""
+    whole, rest = divmod(frame_bytes, VALUE_BYTES)
+    return whole * PAGE_BYTES + (PAGE_BYTES if rest > PAGE_BYTES // 4 else -(-rest // _REST_STEP) * _REST_STEP)
 
 
 def slot_file_name(slot_bytes: int) -> str:

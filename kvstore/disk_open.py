@@ -14,7 +14,15 @@ from pathlib import Path
 from allocator.errors import TierError
 from kvstore.disk_catalog import CatalogError, DiskCatalog, Removal
 from kvstore.disk_index import Batch, DiskEntry, DiskIndex
-from kvstore.disk_layout import INDEX_NAME, DiskRecord, key_digest, parse_record, slot_file_bytes, value_pages
+from kvstore.disk_layout import (
+    INDEX_NAME,
+    DiskRecord,
+    key_digest,
+    parse_record,
+    slot_file_bytes,
+    value_charge_bytes,
+    value_pieces,
+)
 from kvstore.disk_lock import DirectoryLock
 from kvstore.disk_slots import SlotFiles
 
@@ -133,8 +141,8 @@ def _fault(
 ) -> str | None:
     """Why a record cannot be served; None for a good one."""
     if record.slot is None:
-        whole = pieces.get(record.generation) == value_pages(record.frame_bytes)
-        return None if whole and record.slot_bytes == value_pages(record.frame_bytes) * 4096 else "value"
+        whole = pieces.get(record.generation) == value_pieces(record.frame_bytes)
+        return None if whole and record.slot_bytes == value_charge_bytes(record.frame_bytes) else "value"
     if record.slot >= lengths.get(record.slot_bytes, 0):
         return "slot_range"
     if (record.slot_bytes, record.slot) in taken:

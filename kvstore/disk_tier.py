@@ -463,7 +463,7 @@ class DiskTier(QueuedTier):
             self._catalog.write(removals=some)
             with self._lock:
                 del self._index.pending[: len(some)]
-                self._index.note_commit(len(some), sum(removal.value_pages for removal in some))
+                self._index.note_commit(len(some), sum(removal.pieces for removal in some))
 
     def _check_process(self) -> None:
         if not self._directory_lock.is_ours:
