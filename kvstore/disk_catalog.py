@@ -9,6 +9,7 @@ Used by DiskTier, whose writing lock serialises `write`; reads come from any thr
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -223,6 +224,29 @@ class DiskCatalog:
             raise _translated(error) from error
         self._after_write()
 
+    def compact(self) -> None:
+        """Rewrite the file without its free pages. The caller is alone with it and has room for the live ones."""
+        fresh = self._path.with_name(f"{INDEX_NAME}.new")
+        try:
+            fresh.unlink(missing_ok=True)
+            self._env.copy(str(fresh), compact=True)
+            if self._settings["sync"]:
+                _sync_file(fresh)
+        except (lmdb.Error, OSError) as error:
+            fresh.unlink(missing_ok=True)
+            raise CatalogFullError("compact", str(error)) from error
+        self._env.close()
+        os.replace(fresh, self._path)
+        self._path.with_name(f"{INDEX_NAME}-lock").unlink(missing_ok=True)
+        self._open()
+
+    def check_readers(self) -> bool:
+        """Whether somebody alive reads an older state; the dead are cleared away."""
+        if not self.has_other_readers:
+            return False
+        self._env.reader_check()
+        return self.has_other_readers
+
     def sync(self) -> None:
         try:
             self._env.sync(True)
@@ -247,6 +271,14 @@ class DiskCatalog:
 
     def _after_write(self) -> None:
         self.account.file_pages = self._env.info()["last_pgno"] + 1
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _translated(error: lmdb.Error) -> CatalogError:

@@ -32,6 +32,8 @@ LEAST_BYTES = 1 << 20
 """The smallest budget: below, the index alone would take most of it."""
 _PAGES_A_COPY = 2
 _SPARE_PAGES = 8
+_PAGE_NUMBERS_A_PAGE = 500  # free pages are listed in pages too
+_LEAST_FREE_PAGES = 64
 _COMMITS_UNTIL_FREE = 2  # LMDB gives pages out again from the second transaction after the one that freed them
 
 
@@ -58,12 +60,13 @@ class DiskEntry(CopyEntry):
 class Batch:
     """Copies that are published together: what they need of the index, and the changes of files before."""
 
-    __slots__ = ("evicts_values", "index_pages", "plan")
+    __slots__ = ("compacts", "evicts_values", "index_pages", "plan")
 
     def __init__(self) -> None:
         self.plan = Plan()
         self.index_pages = 0
         self.evicts_values = False
+        self.compacts = False  # the index file is rewritten without its free pages, before slot files grow
 
 
 class DiskIndex(CopyIndex[DiskEntry]):
@@ -157,17 +160,26 @@ class DiskIndex(CopyIndex[DiskEntry]):
         """What the budget leaves once the batch has been written, growth of slot files not counted."""
         account = self.account
         needed = batch.index_pages + (1 + _COMMITS_UNTIL_FREE) * self._copied_pages(batch)
-        reusable = 0
-        if not self.other_readers:
-            waiting = 0 if batch.evicts_values else sum(self._freed_pages)
-            reusable = max(0, account.file_pages - account.live_pages - waiting - _SPARE_PAGES)
-        pages = account.file_pages + max(0, needed - reusable)
+        if batch.compacts:
+            pages = account.live_pages + needed + _SPARE_PAGES
+        else:
+            spare_pages = _SPARE_PAGES + account.file_pages // _PAGE_NUMBERS_A_PAGE
+            reusable = account.file_pages - account.live_pages - self.waiting_pages - spare_pages
+            pages = account.file_pages + max(0, needed - (0 if self.other_readers else max(0, reusable)))
         return self.capacity_bytes - FIXED_BYTES - pages * PAGE_BYTES - self.slots.cost_bytes
 
     def _copied_pages(self, batch: Batch) -> int:
         """Tree pages that one transaction of this batch may have to copy, since LMDB never writes in place."""
         keys = batch.index_pages // _PAGES_A_COPY + len(self.pending)
         return min(self.account.tree_pages + 4, 10 * keys + 8)
+
+    @property
+    def waiting_pages(self) -> int:
+        """Pages that are free and cannot be used before further transactions."""
+        return sum(self._freed_pages)
+
+    def note_compacted(self) -> None:
+        self._freed_pages.clear()
 
     def note_commit(self, removals: int, value_pages: int) -> None:
         """After a transaction: pages that it freed and that nobody can use yet, at most."""
@@ -191,6 +203,9 @@ class DiskIndex(CopyIndex[DiskEntry]):
         """Make some room: a slot that nobody uses, else the oldest copy of any size."""
         if self.slots.reclaim(batch.plan, slot_bytes):
             return True
+        if not batch.compacts and self._compacting_pays(batch):
+            batch.compacts = True
+            return True
         victim = self._victim()
         if victim is None:
             return False
@@ -199,6 +214,15 @@ class DiskIndex(CopyIndex[DiskEntry]):
             self.account.live_pages -= victim.frame_bytes // VALUE_BYTES
         self._evict(victim)
         return True
+
+    def _compacting_pays(self, batch: Batch) -> bool:
+        """The index file is half empty, and there is room for a second one of what is alive."""
+        account, plan = self.account, batch.plan
+        free = account.file_pages - account.live_pages
+        growth = sum(size * count for size, _, count in plan.growths)
+        pages = account.file_pages + account.live_pages + _SPARE_PAGES
+        room = self.capacity_bytes - FIXED_BYTES - pages * PAGE_BYTES - (self.slots.cost_bytes - growth)
+        return not self.other_readers and free >= max(_LEAST_FREE_PAGES, account.file_pages // 2) and room >= 0
 
     def _victim(self) -> DiskEntry | None:
         oldest = [found for size in list(self._candidates) if (found := self._oldest(size)) is not None]

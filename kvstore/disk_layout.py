@@ -18,6 +18,7 @@ from kvstore.copy_key import CopyKey
 FORMAT_VERSION = 1
 INDEX_NAME = "index.lmdb"
 LOCK_NAME = "lock"
+READERS_NAME = "readers"
 _SLOT_NAME = re.compile(r"slots-([1-9][0-9]{0,15})")
 
 PAGE_BYTES = 4096

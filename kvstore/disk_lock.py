@@ -10,13 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from allocator.errors import TierError
-from kvstore.disk_layout import LOCK_NAME
+from kvstore.disk_layout import LOCK_NAME, READERS_NAME
 
 _MOST_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -68,6 +69,15 @@ class DirectoryLock:
             return True
         return before.get("boot") == _boot_id()
 
+    @property
+    def is_inspected(self) -> bool:
+        """Whether somebody reads the directory just now: freed pages of the index cannot be used then."""
+        try:
+            InspectionLock(self._path.parent, exclusive=True, timeout_seconds=0).release()
+        except TierError:
+            return True
+        return False
+
     def release(self) -> None:
         """Note a clean end and let go. Idempotent; in a forked child only the child's copy is closed."""
         if self.is_ours:
@@ -91,6 +101,43 @@ class DirectoryLock:
     def _write(self, state: str) -> None:
         row = {"pid": os.getpid(), "boot": _boot_id(), "sync": self._sync, "state": state}
         os.pwrite(self._fd, json.dumps(row).encode().ljust(256), 0)
+
+
+class InspectionLock:
+    """Held shared by those who read a directory that another process may write, exclusively to replace its index.
+
+    TierError when it cannot be had within timeout_seconds.
+    """
+
+    def __init__(self, directory: Path, *, exclusive: bool, timeout_seconds: float = 5.0) -> None:
+        flags = os.O_RDWR | os.O_CREAT if exclusive else os.O_RDONLY
+        try:
+            self._fd = os.open(directory / READERS_NAME, flags | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierError(f"disk tier {directory}: cannot be opened ({error.strerror})") from error
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                fcntl.flock(self._fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    os.close(self._fd)
+                    what = "is being inspected" if exclusive else "has its index replaced just now"
+                    raise TierError(f"disk tier {directory}: {what}; expected to be alone") from error
+                time.sleep(0.01)
+            else:
+                return
+
+    def __enter__(self) -> InspectionLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _boot_id() -> str:

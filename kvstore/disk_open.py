@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from allocator.errors import TierError
 from kvstore.disk_catalog import CatalogError, DiskCatalog, Removal
-from kvstore.disk_index import Batch, DiskEntry, DiskIndex
+from kvstore.disk_index import FIXED_BYTES, Batch, DiskEntry, DiskIndex
 from kvstore.disk_layout import (
     INDEX_NAME,
+    PAGE_BYTES,
     DiskRecord,
     key_digest,
     parse_record,
@@ -23,7 +25,7 @@ from kvstore.disk_layout import (
     value_charge_bytes,
     value_pieces,
 )
-from kvstore.disk_lock import DirectoryLock
+from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
 
 _HASH_AT = 16  # in a frame's header
@@ -43,40 +45,52 @@ def open_catalog(
 ) -> DiskCatalog:
     """The index, a fresh one where the old one cannot be trusted or would not fit the budget."""
     path = directory / INDEX_NAME
+    (directory / f"{INDEX_NAME}.new").unlink(missing_ok=True)
     if not lock.survived_power_loss:
         counts["index_dropped_power_loss"] += 1
-        _remove_index(path)
-    elif path.exists() and path.stat().st_blocks * 512 > capacity_bytes // 2:
-        _compact(directory, capacity_bytes, map_bytes, sync, counts)
+        _remove_index(directory)
     try:
-        return DiskCatalog(directory, map_bytes, sync)
+        catalog = DiskCatalog(directory, map_bytes, sync)
     except CatalogError as error:
         if not path.exists() or error.cause in ("disk_full", "map_full"):
             raise TierError(f"disk tier {directory}: the index cannot be opened ({error})") from error
         counts[f"index_dropped_{error.cause}"] += 1
-        _remove_index(path)
+        _remove_index(directory)
+        catalog = _made_anew(directory, map_bytes, sync)
+    return _compacted(catalog, directory, map_bytes, sync, capacity_bytes, counts)
+
+
+def _made_anew(directory: Path, map_bytes: int, sync: str) -> DiskCatalog:
     try:
         return DiskCatalog(directory, map_bytes, sync)
     except CatalogError as error:
         raise TierError(f"disk tier {directory}: the index cannot be made ({error})") from error
 
 
-def _compact(directory: Path, capacity_bytes: int, map_bytes: int, sync: str, counts: Counter[str]) -> None:
-    """Drop an index that takes more than half of the budget and is mostly free pages, or more than the budget."""
-    try:
-        catalog = DiskCatalog(directory, map_bytes, sync)
-    except CatalogError:  # open_catalog meets the same error and counts it
-        return
-    account = catalog.account
+def _compacted(
+    catalog: DiskCatalog, directory: Path, map_bytes: int, sync: str, capacity_bytes: int, counts: Counter[str]
+) -> DiskCatalog:
+    """Rewrite an index that takes half of the budget and is half free; drop one that is larger than the budget."""
+    file_bytes, live_bytes = catalog.account.file_pages * PAGE_BYTES, catalog.account.live_pages * PAGE_BYTES
+    if file_bytes <= capacity_bytes // 2:
+        return catalog
+    stored = sum(file.stat().st_blocks * 512 for file in directory.iterdir())
+    if 2 * live_bytes <= file_bytes and stored + live_bytes <= capacity_bytes:
+        with InspectionLock(directory, exclusive=True), suppress(CatalogError):
+            catalog.compact()
+            counts["index_compacted"] += 1
+    if catalog.account.file_pages * PAGE_BYTES <= capacity_bytes - FIXED_BYTES:
+        return catalog
     catalog.close()
-    if account.file_pages > 2 * account.live_pages or account.file_pages * 4096 > capacity_bytes:
-        counts["index_dropped_oversize"] += 1
-        _remove_index(directory / INDEX_NAME)
+    counts["index_dropped_oversize"] += 1
+    _remove_index(directory)
+    return _made_anew(directory, map_bytes, sync)
 
 
-def _remove_index(path: Path) -> None:
-    for name in (path, path.with_name(path.name + "-lock")):
-        name.unlink(missing_ok=True)
+def _remove_index(directory: Path) -> None:
+    with InspectionLock(directory, exclusive=True):
+        for name in (INDEX_NAME, f"{INDEX_NAME}-lock"):
+            (directory / name).unlink(missing_ok=True)
 
 
 def recover(catalog: DiskCatalog, index: DiskIndex, slots: SlotFiles, directory: Path, counts: Counter[str]) -> None:

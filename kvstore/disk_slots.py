@@ -133,9 +133,7 @@ class SlotFiles:
 
     def carry_out(self, plan: Plan) -> None:
         """Make the planned changes, room given back first. OSError when room cannot be had; then `undo` the plan."""
-        while plan.punches:
-            slot_bytes, slot = plan.punches.pop()
-            self._punch(slot_bytes, slot, 1)
+        self.give_room(plan)
         while plan.growths:
             slot_bytes, slot, count = plan.growths[-1]
             fd = self._fd(slot_bytes)
@@ -143,6 +141,13 @@ class SlotFiles:
             plan.growths.pop()
         for slot_bytes in list(self._files):
             self._shorten(slot_bytes)
+
+    def give_room(self, plan: Plan) -> None:
+        """The first half of carry_out."""
+        while plan.punches:
+            slot_bytes, slot = plan.punches[-1]
+            self._punch(slot_bytes, slot, 1)
+            plan.punches.pop()
 
     def undo(self, plan: Plan) -> None:
         """What carry_out did not reach, once the slots of the plan's entries were given back, has not happened."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import Addition, CatalogError, CatalogFullError, Removal
 from kvstore.disk_index import LEAST_BYTES, Batch, DiskEntry, DiskIndex
 from kvstore.disk_layout import DiskRecord
-from kvstore.disk_lock import DirectoryLock
+from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_open import make_directory, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.executor import Executor
@@ -39,6 +40,7 @@ SYNC_POLICIES = ("none", "batch", "always")
 _GROUP_COPIES = 16
 _RECENCY_A_COMMIT = 256
 _REMOVALS_A_COMMIT = 64
+_MOST_WAITING_PAGES = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG = logging.getLogger(__name__)
 
@@ -238,7 +240,8 @@ class DiskTier(QueuedTier):
 
     def _put_group(self, transfer: Transfer, jobs: Sequence[Job]) -> list[ResultCode]:
         batch = Batch()
-        others = self._catalog.has_other_readers
+        self._settle_freed()
+        others = self._directory_lock.is_inspected or self._catalog.check_readers()
         paused = self._clock() < self._paused_until
         entries: dict[CopyKey, DiskEntry | ResultCode] = {}
         written: list[tuple[Job, DiskEntry]] = []
@@ -291,7 +294,24 @@ class DiskTier(QueuedTier):
             self._catalog.settle()
             with self._lock:
                 self._index.note_commit(0, 0)
+        self._slots.give_room(batch.plan)
+        if batch.compacts:
+            with InspectionLock(self.directory, exclusive=True, timeout_seconds=0):
+                self._catalog.compact()
+            with self._lock:
+                self._index.note_compacted()
+            self._count("index_compacted")
         self._slots.carry_out(batch.plan)
+
+    def _settle_freed(self) -> None:
+        """After many deletions: let what they freed be used, before the batch is fitted to the room there is."""
+        if self._index.waiting_pages > _MOST_WAITING_PAGES or self._index.pending:
+            with suppress(CatalogError):  # the batch's own commit meets and counts it
+                self._commit_removals()
+                for _ in range(2):
+                    self._catalog.settle()
+                    with self._lock:
+                        self._index.note_commit(0, 0)
 
     def _write_slot(self, job: Job, entry: DiskEntry) -> None:
         if entry.slot is not None:
