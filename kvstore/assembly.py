@@ -77,7 +77,7 @@ def assemble(
         metrics.add("failed_tasks", cause=cause)
 
     if tiers is None:
-        tiers = () if device_name == "absent" else _host_tiers(config, layout, on_failed)
+        tiers = () if device_name == "absent" else _own_tiers(geometry, config, layout, on_failed)
     for tier in tiers:
         tier.set_waker(waker)
     executor = make_executor(config.io_threads, on_failed=on_failed)
@@ -138,16 +138,27 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
         raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
-def _host_tiers(config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]) -> tuple[Tier, ...]:
-    if not config.host_bytes:
-        return ()
-    from kvstore.host_tier import HostTier
+def _own_tiers(
+    geometry: KVGeometry, config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]
+) -> tuple[Tier, ...]:
+    """The tiers that the settings name, fast to slow. What was opened is closed again when a later one cannot be."""
+    tiers: list[Tier] = []
+    try:
+        if config.host_bytes:
+            from kvstore.host_tier import HostTier
 
-    return (
-        HostTier(
-            config.host_bytes,
-            make_executor(config.io_threads, on_failed=on_failed),
-            slot_bytes=[size for size in layout.raw_slot_bytes if size],
-            prefault=config.host_prefault,
-        ),
-    )
+            executor = make_executor(config.io_threads, "kvstore-host", on_failed=on_failed)
+            slot_bytes = [size for size in layout.raw_slot_bytes if size]
+            tiers.append(HostTier(config.host_bytes, executor, slot_bytes=slot_bytes, prefault=config.host_prefault))
+        if config.disk_path:
+            from kvstore.disk_tier import DiskTier
+            from kvstore.frame_specs import geometry_specs
+
+            executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
+            specs = geometry_specs(geometry)
+            tiers.append(DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tuple(tiers)

@@ -100,6 +100,14 @@ def _one_of(*names: str) -> _Reader:
     return read
 
 
+def _path(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or "\0" in value:
+        raise _RefusedError
+    return value
+
+
 def _key(default: Any, expected: str, read: _Reader) -> Any:
     return field(default=default, metadata={"expected": expected, "read": read})
 
@@ -119,6 +127,13 @@ class KVStoreConfig:
     """Bytes of the host tier; 0: none."""
     host_prefault: bool = _key(True, "true or false", _truth)
     """Touch the host arena's pages in the background."""
+
+    disk_path: str = _key("", "a directory's path, or '' for none", _path)
+    """Directory of the disk tier; empty: none. One store a directory."""
+    disk_bytes: int = _key(8 << 30, f"{_BYTES}, at least 1 MiB", _size)
+    """Budget of everything in that directory."""
+    disk_sync: str = _key("none", "one of none, batch, always", _one_of("none", "batch", "always"))
+    """What survives a power cut: nothing for sure, all but the last transfer, every copy that was reported stored."""
 
     # cold copies
     codec: str = _key("int4", "one of int4, int8k, raw", _one_of("int4", "int8k", "raw"))

@@ -32,9 +32,14 @@ LEAST_BYTES = 1 << 20
 """The smallest budget: below, the index alone would take most of it."""
 _PAGES_A_COPY = 2
 _SPARE_PAGES = 8
+_PUT_COPIES = 16
+_FEW_REMOVALS, _MANY_REMOVALS = 2, 64
 _PAGE_NUMBERS_A_PAGE = 500  # free pages are listed in pages too
 _LEAST_FREE_PAGES = 64
-_COMMITS_UNTIL_FREE = 2  # LMDB gives pages out again from the second transaction after the one that freed them
+_COMMITS_UNTIL_FREE, _COMMITS_AT_ONCE = (
+    2,
+    3,
+)  # LMDB gives pages out again from the second transaction after the one that freed them
 
 
 class DiskEntry(CopyEntry):
@@ -60,12 +65,12 @@ class DiskEntry(CopyEntry):
 class Batch:
     """Copies that are published together: what they need of the index, and the changes of files before."""
 
-    __slots__ = ("compacts", "evicts_values", "index_pages", "plan")
+    __slots__ = ("compacts", "freed_pages", "index_pages", "plan")
 
     def __init__(self) -> None:
         self.plan = Plan()
         self.index_pages = 0
-        self.evicts_values = False
+        self.freed_pages = 0  # by evicted values: usable once they are out of the index file for two transactions
         self.compacts = False  # the index file is rewritten without its free pages, before slot files grow
 
 
@@ -157,20 +162,36 @@ class DiskIndex(CopyIndex[DiskEntry]):
         return entry
 
     def room_bytes(self, batch: Batch) -> int:
-        """What the budget leaves once the batch has been written, growth of slot files not counted."""
+        """What the budget leaves once the batch has been written, growth of slot files not counted.
+
+        Enough is always kept apart for transactions that take few copies out, see removals_a_commit.
+        """
         account = self.account
-        needed = batch.index_pages + (1 + _COMMITS_UNTIL_FREE) * self._copied_pages(batch)
+        needed = batch.index_pages + _COMMITS_AT_ONCE * self._copied_pages(_PUT_COPIES)
         if batch.compacts:
             pages = account.live_pages + needed + _SPARE_PAGES
+        elif self.other_readers:
+            pages = account.file_pages + 2 * needed
         else:
-            spare_pages = _SPARE_PAGES + account.file_pages // _PAGE_NUMBERS_A_PAGE
-            reusable = account.file_pages - account.live_pages - self.waiting_pages - spare_pages
-            pages = account.file_pages + max(0, needed - (0 if self.other_readers else max(0, reusable)))
+            pages = account.file_pages + max(0, needed - max(0, self.free_pages + batch.freed_pages))
+        pages += _COMMITS_AT_ONCE * self._copied_pages(_FEW_REMOVALS)
         return self.capacity_bytes - FIXED_BYTES - pages * PAGE_BYTES - self.slots.cost_bytes
 
-    def _copied_pages(self, batch: Batch) -> int:
-        """Tree pages that one transaction of this batch may have to copy, since LMDB never writes in place."""
-        keys = batch.index_pages // _PAGES_A_COPY + len(self.pending)
+    @property
+    def free_pages(self) -> int:
+        """Pages of the index file that a transaction can use now, at least; may be negative."""
+        account = self.account
+        listing = _SPARE_PAGES + account.file_pages // _PAGE_NUMBERS_A_PAGE
+        return account.file_pages - account.live_pages - self.waiting_pages - listing
+
+    @property
+    def removals_a_commit(self) -> int:
+        """What is taken out in one transaction cannot be used by the next: few at a time where free pages are few."""
+        needed = _COMMITS_AT_ONCE * self._copied_pages(_MANY_REMOVALS)
+        return _MANY_REMOVALS if self.free_pages >= needed and not self.other_readers else _FEW_REMOVALS
+
+    def _copied_pages(self, keys: int) -> int:
+        """Tree pages that one transaction may have to copy, since LMDB never writes in place."""
         return min(self.account.tree_pages + 4, 10 * keys + 8)
 
     @property
@@ -209,9 +230,8 @@ class DiskIndex(CopyIndex[DiskEntry]):
         victim = self._victim()
         if victim is None:
             return False
-        if victim.slot is None:
-            batch.evicts_values = True
-            self.account.live_pages -= victim.frame_bytes // VALUE_BYTES
+        if victim.slot is None and not self.other_readers:
+            batch.freed_pages += victim.frame_bytes // VALUE_BYTES
         self._evict(victim)
         return True
 

@@ -39,7 +39,6 @@ from kvstore.tier import Job, ResultCode, Transfer
 SYNC_POLICIES = ("none", "batch", "always")
 _GROUP_COPIES = 16
 _RECENCY_A_COMMIT = 256
-_REMOVALS_A_COMMIT = 64
 _MOST_WAITING_PAGES = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG = logging.getLogger(__name__)
@@ -290,7 +289,7 @@ class DiskTier(QueuedTier):
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
         self._commit_removals()
-        if batch.evicts_values:
+        if batch.freed_pages:
             self._catalog.settle()
             with self._lock:
                 self._index.note_commit(0, 0)
@@ -479,7 +478,7 @@ class DiskTier(QueuedTier):
     def _commit_removals(self) -> None:
         while self._index.pending:
             with self._lock:
-                some: list[Removal] = self._index.pending[:_REMOVALS_A_COMMIT]
+                some: list[Removal] = self._index.pending[: self._index.removals_a_commit]
             self._catalog.write(removals=some)
             with self._lock:
                 del self._index.pending[: len(some)]
