@@ -49,8 +49,10 @@ class DirectoryLock:
             ) from error
         self.previous = self._read()
         self._pid = os.getpid()
+        self._readers_fd = -1
         _held.add(self)
         try:
+            self._readers_fd = os.open(directory / READERS_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._write("open")
         except OSError as error:
             self._drop()
@@ -73,9 +75,10 @@ class DirectoryLock:
     def is_inspected(self) -> bool:
         """Whether somebody reads the directory just now: freed pages of the index cannot be used then."""
         try:
-            InspectionLock(self._path.parent, exclusive=True, timeout_seconds=0).release()
-        except TierError:
+            fcntl.flock(self._readers_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
+        fcntl.flock(self._readers_fd, fcntl.LOCK_UN)
         return False
 
     def release(self) -> None:
@@ -87,9 +90,10 @@ class DirectoryLock:
 
     def _drop(self) -> None:
         _held.discard(self)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self._fd, self._readers_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._readers_fd = -1
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from allocator.errors import ConfigError, TierError, UsageError
 from kvstore.copy_key import CopyKey
@@ -30,7 +30,7 @@ from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_open import make_directory, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.executor import Executor
-from kvstore.frame import FrameFault, build_joined_header, parse_frame
+from kvstore.frame import FrameFault, FrameSpec, build_joined_header, parse_frame
 from kvstore.frame_build import joined_checksum
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
@@ -42,6 +42,14 @@ _RECENCY_A_COMMIT = 256
 _MOST_WAITING_PAGES = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG = logging.getLogger(__name__)
+
+
+class _Fresh(NamedTuple):
+    """A copy that is being stored."""
+
+    job: Job
+    entry: DiskEntry
+    spec: FrameSpec
 
 
 class DiskTier(QueuedTier):
@@ -243,23 +251,24 @@ class DiskTier(QueuedTier):
         others = self._directory_lock.is_inspected or self._catalog.check_readers()
         paused = self._clock() < self._paused_until
         entries: dict[CopyKey, DiskEntry | ResultCode] = {}
-        written: list[tuple[Job, DiskEntry]] = []
+        written: list[_Fresh] = []
         failure = None
         try:
-            fresh: list[tuple[Job, DiskEntry]] = []
+            fresh: list[_Fresh] = []
             with self._lock:
                 self._index.other_readers = others
                 for job in jobs:
                     if job.key not in entries:
-                        entry = entries[job.key] = self._reserve(batch, job, paused)
-                        if isinstance(entry, DiskEntry):
-                            fresh.append((job, entry))
+                        found = self._reserve(batch, job, paused)
+                        entries[job.key] = found if isinstance(found, ResultCode) else found.entry
+                        if isinstance(found, _Fresh):
+                            fresh.append(found)
             self._make_room(batch)
-            for job, entry in fresh:
+            for one in fresh:
                 if transfer.cancelled:
                     break
-                self._write_slot(job, entry)
-                written.append((job, entry))
+                self._write_slot(one)
+                written.append(one)
             self._publish(written)
         except Exception as error:  # counted by cause: the reservations must go back whatever went wrong
             failure = self._put_failed(error)
@@ -267,7 +276,7 @@ class DiskTier(QueuedTier):
         results = [entries.get(job.key, failure or ResultCode.FAILED) for job in jobs]
         return [ResultCode.OK if isinstance(one, DiskEntry) else one for one in results]
 
-    def _reserve(self, batch: Batch, job: Job, paused: bool) -> DiskEntry | ResultCode:
+    def _reserve(self, batch: Batch, job: Job, paused: bool) -> _Fresh | ResultCode:
         known = self._index.find(job.key)
         if known is not None:
             self._index.touch(known)
@@ -278,13 +287,14 @@ class DiskTier(QueuedTier):
         if job.size_bytes == 0:
             self._index.counts["empty"] += 1
             return ResultCode.FAILED
-        frame_bytes = self._specs(job.key, job.size_bytes).frame_bytes(1)
+        spec = self._specs(job.key, job.size_bytes)
+        frame_bytes = spec.frame_bytes(1)
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
         entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes)
         if entry is None and self._index.other_readers:  # freed pages cannot be used while an old state is read
             self._index.counts["reader_holds_room"] += 1
-        return entry if entry is not None else ResultCode.FULL
+        return _Fresh(job, entry, spec) if entry is not None else ResultCode.FULL
 
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
@@ -312,31 +322,32 @@ class DiskTier(QueuedTier):
                     with self._lock:
                         self._index.note_commit(0, 0)
 
-    def _write_slot(self, job: Job, entry: DiskEntry) -> None:
+    def _write_slot(self, one: _Fresh) -> None:
+        entry = one.entry
         if entry.slot is not None:
-            spec = self._specs(job.key, job.size_bytes)
-            rows = [row for row in job.rows if row.nbytes]
-            self._slots.write_frame(entry.slot, spec, rows, self._secret, entry.slot_bytes)
+            rows = [row for row in one.job.rows if row.nbytes]
+            self._slots.write_frame(entry.slot, one.spec, rows, self._secret, entry.slot_bytes)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
-    def _publish(self, written: Sequence[tuple[Job, DiskEntry]]) -> None:
+    def _publish(self, written: Sequence[_Fresh]) -> None:
         if not written:
             return
         if self._sync == "batch":
-            self._slots.sync({entry.slot_bytes for _, entry in written if entry.slot is not None})
+            self._slots.sync({one.entry.slot_bytes for one in written if one.entry.slot is not None})
         with self._lock:
             tick = self._index.tick
             recency = self._index.take_dirty(_RECENCY_A_COMMIT)
-        additions = [self._addition(job, entry, tick) for job, entry in written]
+        additions = [self._addition(one, tick) for one in written]
         self._catalog.write(additions, (), recency, self._index.last_generation)
         with self._lock:
             self._index.note_commit(0, 0)
-            for _, entry in written:
-                self._index.publish(entry)
-                self._index.dirty.pop(entry.generation, None)
+            for one in written:
+                self._index.publish(one.entry)
+                self._index.dirty.pop(one.entry.generation, None)
 
-    def _addition(self, job: Job, entry: DiskEntry, tick: int) -> Addition:
+    def _addition(self, one: _Fresh, tick: int) -> Addition:
+        job, entry, spec = one
         record = DiskRecord(
             job.key,
             job.size_bytes,
@@ -350,7 +361,6 @@ class DiskTier(QueuedTier):
         )
         value = None
         if entry.slot is None:
-            spec = self._specs(job.key, job.size_bytes)
             header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
             value = b"".join((header, *(row.data for row in job.rows)))
         return Addition(entry.digest, record.to_bytes(), entry.generation, value)
@@ -359,11 +369,11 @@ class DiskTier(QueuedTier):
         self,
         batch: Batch,
         entries: dict[CopyKey, DiskEntry | ResultCode],
-        published: Sequence[tuple[Job, DiskEntry]],
+        published: Sequence[_Fresh],
         failure: ResultCode | None,
     ) -> None:
         """What was not published goes back, and what a failed plan did not reach is taken out of the account."""
-        done = {id(entry) for _, entry in published}
+        done = {id(one.entry) for one in published}
         with self._lock:
             for key, entry in entries.items():
                 if isinstance(entry, DiskEntry) and id(entry) not in done:
