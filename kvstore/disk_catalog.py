@@ -148,13 +148,14 @@ class DiskCatalog:
                 for name, tick in txn.cursor(db=self._tables[b"recency"])
             }
 
-    def value_pieces(self) -> dict[int, int]:
-        """generation -> pieces stored of its value."""
-        found: dict[int, int] = {}
+    def value_pieces(self) -> dict[int, tuple[int, int]]:
+        """generation -> (pieces stored of its value, number of the last and one)."""
+        found: dict[int, tuple[int, int]] = {}
         with self._begin() as txn:
             for name in txn.cursor(db=self._tables[b"values"]).iternext(keys=True, values=False):
                 generation = int.from_bytes(name[:8], "big")
-                found[generation] = found.get(generation, 0) + 1
+                count, _ = found.get(generation, (0, 0))
+                found[generation] = count + 1, int.from_bytes(name[8:], "big") + 1
         return found
 
     def last_generation(self) -> int:
@@ -185,7 +186,7 @@ class DiskCatalog:
         try:
             with self._env.begin(write=True) as txn:
                 for digest, number, pieces in removals:
-                    record = txn.get(digest, db=copies)
+                    record = txn.get(digest, db=copies) if digest else None
                     if record is not None and record[40:48] == _TICK.pack(number):
                         txn.delete(digest, db=copies)
                     for piece in range(pieces):

@@ -26,8 +26,10 @@ from kvstore.disk_layout import (
 )
 from kvstore.disk_slots import Plan, SlotFiles
 
-FIXED_BYTES = 64 << 10
-"""Kept apart for the lock files and the directory itself."""
+BALLAST_BYTES = 128 << 10
+"""A file that goes when the file system is full, so that the index can still be written to take copies out."""
+FIXED_BYTES = (64 << 10) + BALLAST_BYTES
+"""Kept apart for the ballast, the lock files and the directory itself."""
 LEAST_BYTES = 1 << 20
 """The smallest budget: below, the index alone would take most of it."""
 _PAGES_A_COPY = 2
@@ -79,7 +81,7 @@ class DiskIndex(CopyIndex[DiskEntry]):
 
     def __init__(self, capacity_bytes: int, slots: SlotFiles, account: PageAccount) -> None:
         super().__init__()
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = self.limit_bytes = capacity_bytes
         self.slots = slots
         self.account = account
         self.pending: list[Removal] = []
@@ -175,7 +177,17 @@ class DiskIndex(CopyIndex[DiskEntry]):
         else:
             pages = account.file_pages + max(0, needed - max(0, self.free_pages + batch.freed_pages))
         pages += _COMMITS_AT_ONCE * self._copied_pages(_FEW_REMOVALS)
-        return self.capacity_bytes - FIXED_BYTES - pages * PAGE_BYTES - self.slots.cost_bytes
+        return self.limit_bytes - FIXED_BYTES - pages * PAGE_BYTES - self.slots.cost_bytes
+
+    def note_full(self) -> None:
+        """The file system had less room than the budget: what there is is the budget for now."""
+        kept = _COMMITS_AT_ONCE * self._copied_pages(_FEW_REMOVALS) + self.account.file_pages
+        here = FIXED_BYTES + kept * PAGE_BYTES + self.slots.cost_bytes
+        self.limit_bytes = min(self.capacity_bytes, max(LEAST_BYTES, here))
+
+    def raise_limit(self) -> None:
+        """See whether there is room again, in steps."""
+        self.limit_bytes = min(self.capacity_bytes, self.limit_bytes + max(LEAST_BYTES, self.capacity_bytes // 8))
 
     @property
     def free_pages(self) -> int:

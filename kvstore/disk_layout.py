@@ -19,6 +19,7 @@ FORMAT_VERSION = 1
 INDEX_NAME = "index.lmdb"
 LOCK_NAME = "lock"
 READERS_NAME = "readers"
+BALLAST_NAME = "ballast"
 _SLOT_NAME = re.compile(r"slots-([1-9][0-9]{0,15})")
 
 PAGE_BYTES = 4096

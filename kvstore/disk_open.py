@@ -118,7 +118,7 @@ def recover(catalog: DiskCatalog, index: DiskIndex, slots: SlotFiles, directory:
     used: dict[int, set[int]] = {}
     for size, slot in taken:
         used.setdefault(size, set()).add(slot)
-    counts["recovered_orphan_slot_bytes"] += slots.adopt(used)
+    counts["opened_freed_slot_bytes"] += slots.adopt(used)
     for tick, record in sorted(good, key=lambda pair: (pair[0], pair[1].generation)):
         if record.slot is not None and not slots.starts_with(record.slot, record.slot_bytes, record.key.hash, _HASH_AT):
             counts["recovered_slot_content"] += 1
@@ -131,7 +131,7 @@ def recover(catalog: DiskCatalog, index: DiskIndex, slots: SlotFiles, directory:
         index._tick = max(index._tick, tick)
         index.restore(entry, record.generation)
     counts["recovered_orphan_values"] += len(pieces)
-    bad += [Removal(b"", generation, count) for generation, count in pieces.items()]
+    bad += [Removal(b"", generation, count) for generation, (_, count) in pieces.items()]
     bad += [Removal(b"", generation, 0) for generation in recency]
     for at in range(0, len(bad), _RECORDS_A_COMMIT):
         catalog.write(removals=bad[at : at + _RECORDS_A_COMMIT])
@@ -149,13 +149,13 @@ def _sizes(directory: Path) -> list[int]:
 
 def _fault(
     record: DiskRecord,
-    pieces: dict[int, int],
+    pieces: dict[int, tuple[int, int]],
     lengths: dict[int, int],
     taken: dict[tuple[int, int], DiskRecord],
 ) -> str | None:
     """Why a record cannot be served; None for a good one."""
     if record.slot is None:
-        whole = pieces.get(record.generation) == value_pieces(record.frame_bytes)
+        whole = pieces.get(record.generation) == (value_pieces(record.frame_bytes),) * 2
         return None if whole and record.slot_bytes == value_charge_bytes(record.frame_bytes) else "value"
     if record.slot >= lengths.get(record.slot_bytes, 0):
         return "slot_range"

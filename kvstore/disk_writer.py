@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from typing import NamedTuple
 
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
-from kvstore.disk_index import Batch, DiskEntry, DiskIndex
-from kvstore.disk_layout import DiskRecord
+from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
+from kvstore.disk_layout import BALLAST_NAME, DiskRecord
 from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
 from kvstore.frame import FrameSpec, build_joined_header
@@ -31,6 +32,7 @@ from kvstore.tier import Job, ResultCode, Transfer
 
 _RECENCY_A_COMMIT = 256
 _MOST_WAITING_PAGES = 64
+_PAUSES_UNTIL_GROWTH = 10
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG = logging.getLogger(__name__)
 
@@ -70,13 +72,18 @@ class DiskWriter:
         self._sync, self._specs, self._secret = settings.sync, settings.specs, settings.secret
         self._catalog, self._index, self._slots = catalog, index, slots
         self._directory_lock, self._lock, self._count = directory_lock, lock, count
-        self._paused_until = 0.0
+        self._paused_until = self._raise_at = 0.0
+        self._ballast = settings.directory / BALLAST_NAME
+        self._take_ballast()
 
     def put_group(self, transfer: Transfer, jobs: Sequence[Job]) -> list[ResultCode]:
         batch = Batch()
+        now = time.monotonic()
+        paused = now < self._paused_until
+        if not paused and self._raise_at and now >= self._raise_at:
+            self._look_for_room(now)
         self._settle_freed()
         others = self._directory_lock.is_inspected or self._catalog.check_readers()
-        paused = time.monotonic() < self._paused_until
         entries: dict[CopyKey, DiskEntry | ResultCode] = {}
         written: list[_Fresh] = []
         failure = None
@@ -207,6 +214,8 @@ class DiskWriter:
                     self._index.abandon(entry)
                     entries[key] = failure if failure is not None else ResultCode.CANCELLED
             self._slots.undo(batch.plan)
+            if failure is ResultCode.FULL and self._raise_at:
+                self._index.note_full()
 
     def _put_failed(self, error: Exception) -> ResultCode:
         """Count it; when room was missing, pause puts and let the oldest go so that there is some afterwards."""
@@ -221,9 +230,36 @@ class DiskWriter:
         _LOG.warning("kvstore: disk tier %s: put failed: %s", self._settings.directory, error)
         if cause == "map_full":
             self._relieve_map()
-        else:
-            self._paused_until = time.monotonic() + self._settings.retry_seconds
+            return ResultCode.FULL
+        now = time.monotonic()
+        self._paused_until = now + self._settings.retry_seconds
+        if full:
+            self._ballast.unlink(missing_ok=True)
+            self._raise_at = now + _PAUSES_UNTIL_GROWTH * self._settings.retry_seconds
         return ResultCode.FULL if full else ResultCode.FAILED
+
+    def _take_ballast(self) -> bool:
+        try:
+            fd = os.open(self._ballast, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, BALLAST_BYTES)
+            finally:
+                os.close(fd)
+        except OSError:
+            with suppress(OSError):
+                self._ballast.unlink(missing_ok=True)
+            return False
+        return True
+
+    def _look_for_room(self, now: float) -> None:
+        """Some time after the file system was full: allow growth again, a step at a time."""
+        if self._take_ballast():
+            with self._lock:
+                self._index.raise_limit()
+            done = self._index.limit_bytes == self._index.capacity_bytes
+            self._raise_at = 0.0 if done else now + self._settings.retry_seconds
+        else:
+            self._raise_at = now + _PAUSES_UNTIL_GROWTH * self._settings.retry_seconds
 
     def _relieve_map(self) -> None:
         with self._lock:
