@@ -34,7 +34,6 @@ LEAST_BYTES = 1 << 20
 """The smallest budget: below, the index alone would take most of it."""
 _PAGES_A_COPY = 2
 _SPARE_PAGES = 8
-_PUT_COPIES = 16
 _FEW_REMOVALS, _MANY_REMOVALS = 2, 64
 _PAGE_NUMBERS_A_PAGE = 500  # free pages are listed in pages too
 _LEAST_FREE_PAGES = 64
@@ -67,11 +66,11 @@ class DiskEntry(CopyEntry):
 class Batch:
     """Copies that are published together: what they need of the index, and the changes of files before."""
 
-    __slots__ = ("compacts", "freed_pages", "index_pages", "plan")
+    __slots__ = ("compacts", "copy_count", "freed_pages", "index_pages", "plan")
 
     def __init__(self) -> None:
         self.plan = Plan()
-        self.index_pages = 0
+        self.index_pages = self.copy_count = 0
         self.freed_pages = 0  # by evicted values: usable once they are out of the index file for two transactions
         self.compacts = False  # the index file is rewritten without its free pages, before slot files grow
 
@@ -142,16 +141,19 @@ class DiskIndex(CopyIndex[DiskEntry]):
         inline = size_bytes <= INLINE_MOST_BYTES
         pages = _PAGES_A_COPY + (value_pieces(frame_bytes) if inline else 0)
         batch.index_pages += pages
+        batch.copy_count += 1
         slot = None
         while True:
             if not inline and slot is None:
                 slot = self.slots.take(slot_bytes)
             growth = 0 if inline or slot is not None else self.slots.growth_bytes(slot_bytes)
             spare = self.room_bytes(batch) - growth
-            if spare >= 0:
+            if spare >= 0 or not (growth or self._index_growth_pages(batch)):
                 break
-            if not self._give_way(batch, slot_bytes):
+            stuck = self.other_readers and spare + growth < 0  # an old state is read: no page comes free by evicting
+            if stuck or not self._give_way(batch, slot_bytes):
                 batch.index_pages -= pages
+                batch.copy_count -= 1
                 if slot is not None:
                     self.slots.give_back(slot_bytes, slot)
                 return None
@@ -169,13 +171,8 @@ class DiskIndex(CopyIndex[DiskEntry]):
         Enough is always kept apart for transactions that take few copies out, see removals_a_commit.
         """
         account = self.account
-        needed = batch.index_pages + _COMMITS_AT_ONCE * self._copied_pages(_PUT_COPIES)
-        if batch.compacts:
-            pages = account.live_pages + needed + _SPARE_PAGES
-        elif self.other_readers:
-            pages = account.file_pages + 2 * needed
-        else:
-            pages = account.file_pages + max(0, needed - max(0, self.free_pages + batch.freed_pages))
+        pages = self._index_growth_pages(batch)
+        pages += account.live_pages + _SPARE_PAGES if batch.compacts else account.file_pages
         pages += _COMMITS_AT_ONCE * self._copied_pages(_FEW_REMOVALS)
         return self.limit_bytes - FIXED_BYTES - pages * PAGE_BYTES - self.slots.cost_bytes
 
@@ -188,6 +185,13 @@ class DiskIndex(CopyIndex[DiskEntry]):
     def raise_limit(self) -> None:
         """See whether there is room again, in steps."""
         self.limit_bytes = min(self.capacity_bytes, self.limit_bytes + max(LEAST_BYTES, self.capacity_bytes // 8))
+
+    def _index_growth_pages(self, batch: Batch) -> int:
+        """Pages that the batch may add to the index file, or to what is alive where the file is rewritten."""
+        needed = batch.index_pages + _COMMITS_AT_ONCE * self._copied_pages(max(1, batch.copy_count))
+        if batch.compacts or self.other_readers:
+            return needed if batch.compacts else 2 * needed
+        return max(0, needed - max(0, self.free_pages + batch.freed_pages))
 
     @property
     def free_pages(self) -> int:
@@ -258,6 +262,8 @@ class DiskIndex(CopyIndex[DiskEntry]):
 
     def _victim(self) -> DiskEntry | None:
         oldest = [found for size in list(self._candidates) if (found := self._oldest(size)) is not None]
+        if self.other_readers:
+            oldest = [entry for entry in oldest if entry.slot is not None]
         return min(oldest, key=lambda entry: entry.tick, default=None)
 
     # check -----------------------------------------------------------------------------------------------------------

@@ -82,15 +82,14 @@ class DiskWriter:
         paused = now < self._paused_until
         if not paused and self._raise_at and now >= self._raise_at:
             self._look_for_room(now)
+        self._index.other_readers = self._directory_lock.is_inspected or self._catalog.check_readers()
         self._settle_freed()
-        others = self._directory_lock.is_inspected or self._catalog.check_readers()
         entries: dict[CopyKey, DiskEntry | ResultCode] = {}
         written: list[_Fresh] = []
         failure = None
         try:
             fresh: list[_Fresh] = []
             with self._lock:
-                self._index.other_readers = others
                 for job in jobs:
                     if job.key not in entries:
                         found = self._reserve(batch, job, paused)
@@ -148,6 +147,8 @@ class DiskWriter:
 
     def _settle_freed(self) -> None:
         """After many deletions: let what they freed be used, before the batch is fitted to the room there is."""
+        if self._index.other_readers and self._index.room_bytes(Batch()) < 0:
+            return
         if self._index.waiting_pages > _MOST_WAITING_PAGES or self._index.pending:
             with suppress(CatalogError):  # the batch's own commit meets and counts it
                 self.commit_removals()

@@ -247,8 +247,7 @@ def inspect_elsewhere(directory: Path) -> bytes:
     text = """
         import sys
         from kvstore.disk_reader import DiskReader
-        from kvstore.frame import FrameSpec
-from kvstore.frame_specs import plain_specs
+        from kvstore.frame_specs import plain_specs
         with DiskReader(sys.argv[1]) as reader:
             records = list(reader.records())
             print(len(records), sum(reader.verify(one, plain_specs) is not None for one in records), end="")
