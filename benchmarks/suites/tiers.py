@@ -23,15 +23,16 @@ _SIZES = {"1MiB": 1 << 20, "4MiB": 4 << 20}
 _MOVED_BYTES = 64 << 20
 _BATCH = 16
 _QUICK = 16  # times less in a quick run
-_LAYERS, _HEADS, _TOKENS, _DIM = 32, 8, 16, 128  # a block of an 8B model: 2 MiB of bf16
-_RESTORED_BLOCKS = 32
+_LAYERS, _HEADS, _DIM = 32, 8, 128  # an 8B model
+_BLOCK_TOKENS = {"": 64, "_16_tokens": 16}  # 2.3 MiB and 0.6 MiB of INT4
+_RESTORED_TOKENS = 512
 _NOTE = (
     "64 MiB in payloads of this size, 16 a transfer, CPU seconds of the one thread; the tier's files are in the page "
     "cache, its frames carry checksums that every read checks. The baseline is one memmove a payload."
 )
 _RESTORE_NOTE = (
-    "INT4 copies of 32 blocks of an 8B model read from the tier and decoded to bf16; GB of bf16 a second. The baseline "
-    "is a memmove of the bf16 bytes."
+    "INT4 copies of 512 tokens of an 8B model (blocks of 64 tokens, or of 16) read from the tier and decoded to bf16, "
+    "one block after the other; GB of bf16 a second. The baseline is a memmove of the bf16 bytes."
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,7 +43,8 @@ def rows(options: Options) -> Iterator[Row]:
     with_directory = tempfile.mkdtemp(prefix="kvstore-bench-")
     try:
         yield from _raw_rows(options, Path(with_directory))
-        yield from _restore_rows(options, Path(with_directory))
+        for name, block_tokens in _BLOCK_TOKENS.items():
+            yield from _restore_rows(options, Path(with_directory), name, block_tokens)
     finally:
         shutil.rmtree(with_directory, ignore_errors=True)
     if importlib.util.find_spec("benchmarks.suites.tiers_redis") is not None:
@@ -116,14 +118,14 @@ def _measured(
     return compared("tiers", case, "GB/s", speeds[0], better="larger", baseline="memmove", theirs=speeds[1], note=_NOTE)
 
 
-def _restore_rows(options: Options, directory: Path) -> Iterator[Row]:
+def _restore_rows(options: Options, directory: Path, suffix: str, block_tokens: int) -> Iterator[Row]:
     import torch
 
     from quant import BlockShape, get_codec
 
-    count = max(1, _RESTORED_BLOCKS // (_QUICK if options.quick else 1))
+    count = max(1, _RESTORED_TOKENS // block_tokens // (_QUICK if options.quick else 1))
     torch.manual_seed(options.seed)
-    codec, shape = get_codec("int4", error_bound=1.0), BlockShape(_LAYERS, _HEADS, _TOKENS, _DIM, _DIM)
+    codec, shape = get_codec("int4", error_bound=1.0), BlockShape(_LAYERS, _HEADS, block_tokens, _DIM, _DIM)
     full = torch.randn(2, count, *shape.keys_shape).to(torch.bfloat16)
     restored = torch.zeros_like(full)
     payload_bytes = codec.encoded_bytes(shape, "bfloat16")
@@ -156,7 +158,7 @@ def _restore_rows(options: Options, directory: Path) -> Iterator[Row]:
         speeds = [[full.nbytes / seconds / 1e9 for seconds in side] for side in (mine, other)]
         yield compared(
             "tiers",
-            f"restore_{name}_int4",
+            f"restore_{name}_int4{suffix}",
             "GB/s",
             speeds[0],
             better="larger",
