@@ -22,8 +22,8 @@ from kvstore.disk_layout import PAGE_BYTES, slot_file_bytes, slot_file_name
 from kvstore.frame import FrameFault, FrameSpec, build_joined_header, parse_header
 from kvstore.tier import ByteRow
 
-_FIRST_CHUNK_BYTES = 64 << 10  # with the header; written last
-_CHUNK_BYTES = 256 << 10
+_CHUNK_BYTES = 512 << 10  # hashed and moved while it lies in cache; fewer would cost more calls
+_LEAST_CHUNK_BYTES = 64 << 10
 _GROW_SLOTS, _GROW_BYTES = 16, 16 << 20
 _KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -121,10 +121,6 @@ class SlotFiles:
         heapq.heappush(file.holes, slot)
         plan.punches.append((file.slot_bytes, slot))
         return True
-
-    def unused_slots(self, slot_bytes: int) -> int:
-        file = self._files.get(slot_bytes)
-        return len(file.free) if file is not None else 0
 
     def in_use(self) -> dict[int, int]:
         """Slots that hold a copy, by size."""
@@ -263,24 +259,24 @@ class SlotFiles:
     # frames ----------------------------------------------------------------------------------------------------------
 
     def write_frame(self, slot: int, spec: FrameSpec, rows: Sequence[ByteRow], secret: bytes | None, size: int) -> None:
-        """Write a frame to a slot of `size` bytes. The header goes last, with the first part of the payload."""
+        """Write a frame to a slot of `size` bytes. The header goes last."""
         fd, header_bytes, state = self._fd(size), spec.header_bytes(1), xxhash.xxh3_128()
-        base = slot * size
-        start: list[memoryview] = []
-        for begin, end in _chunks(header_bytes, spec.payload_bytes):
+        base, end_bytes = slot * size, spec.payload_bytes
+        for begin, end in _chunks(header_bytes, end_bytes):
             views = _views(rows, begin, end)
             for view in views:
                 state.update(view)
-            if begin == 0:
-                start = views
-            else:
-                if end == spec.payload_bytes:
-                    views = views + _padding(header_bytes + end)
+            if end == end_bytes:
+                views = views + _padding(header_bytes + end)
+            if begin:
                 _write_all(fd, views, base + header_bytes + begin)
-        header = build_joined_header(spec, rows, state.digest(), secret=secret)
-        if header_bytes + spec.payload_bytes <= _FIRST_CHUNK_BYTES:
-            start = start + _padding(header_bytes + spec.payload_bytes)
-        _write_all(fd, [memoryview(header), *start], base)
+            elif end < end_bytes:  # no header yet: whatever lay here is no frame from now on
+                _write_all(fd, [memoryview(bytes(header_bytes)), *views], base)
+            else:
+                header = build_joined_header(spec, rows, state.digest(), secret=secret)
+                _write_all(fd, [memoryview(header), *views], base)
+                return
+        _write_all(fd, [memoryview(build_joined_header(spec, rows, state.digest(), secret=secret))], base)
 
     def read_frame(
         self, slot: int, spec: FrameSpec, rows: Sequence[ByteRow], secret: bytes | None, size: int
@@ -348,9 +344,11 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _chunks(header_bytes: int, payload_bytes: int) -> Iterator[tuple[int, int]]:
     """Parts of a payload whose ends lie on whole pages of the file: no page is written in two calls."""
-    begin, end = 0, max(1, _FIRST_CHUNK_BYTES - header_bytes)
+    begin, end = 0, max(1, _CHUNK_BYTES - header_bytes)
     while begin < payload_bytes:
-        yield begin, min(end, payload_bytes)
+        if payload_bytes - end < _LEAST_CHUNK_BYTES:
+            end = payload_bytes
+        yield begin, end
         begin, end = end, end + _CHUNK_BYTES
 
 
