@@ -13,7 +13,7 @@ PIP_ARGS ?=
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq $(PIP_ARGS)
 STAMP := $(VENV)/.installed-for
 KERNELS_STAMP := $(VENV)/.kernels-for
-KERNEL_INPUTS := setup.py quant/native/csrc
+KERNEL_INPUTS := setup.py quant/native/csrc allocator/csrc
 PYTEST_ARGS ?=
 SUITES ?= all
 RESULTS := bench-results
@@ -63,16 +63,16 @@ test-nightly: venv ## the long searches too
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest -m "not gpu" --timeout 7200 $(PYTEST_ARGS)
 
 # A copy of the packages with an extension that is built with sanitizers; leaks are Python's own business.
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -fno-var-tracking-assignments
 test-asan: venv ## the kernels' tests with the address and undefined-behaviour sanitizers
 	@rm -rf build/asan
 	mkdir -p build/asan
-	cp -r allocator quant kvstore engine_adapter benchmarks tests setup.py pyproject.toml README.md LICENSE build/asan/
+	cp -r allocator quant kvstore engine_adapter benchmarks tests docs setup.py pyproject.toml README.md LICENSE build/asan/
 	cd build/asan
 	KV_BUILD_LEVEL=-O1 CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" ../../$(PY) setup.py -q build_ext --inplace
-	ls quant/native/_kernels*.so > /dev/null
+	ls quant/native/_kernels*.so allocator/_pool*.so > /dev/null
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native -m "not slow and not gpu" $(PYTEST_ARGS)
+	  UBSAN_OPTIONS=print_stacktrace=1 ../../$(PY) -m pytest tests/quant/native tests/allocator/test_pool_core.py -m "not slow and not gpu" -s $(PYTEST_ARGS)
 
 # What compiles for GPUs on a machine that has none: about 1 GB more in the environment.
 $(VENV)/.compilers: | venv
@@ -156,6 +156,6 @@ $(VENV)/.gemma: | venv
 
 clean: ## everything that was built; .venv too
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info $(RESULTS) .cache
-	rm -f quant/native/_kernels*.so
+	rm -f quant/native/_kernels*.so allocator/_pool*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Builds the native CPU kernels: one source compiled once per instruction set, all in one extension module.
+"""Builds the native CPU kernels, one source compiled once per instruction set, and the pool's small C core.
 
-Everything else about the package is in pyproject.toml. The extension is optional: without a compiler or Python's
-headers the package installs and runs on torch alone, and says so when it is imported. Such a wheel is named
+Everything else about the package is in pyproject.toml. Both extensions are optional: without a compiler or Python's
+headers the package installs and runs on torch and Python alone, and says so when it is imported. Such a wheel is named
 py3-none-any, so that it never passes for one that has the kernels.
 """
 
@@ -20,6 +20,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 SOURCES = Path("quant/native/csrc")
+POOL_SOURCE = Path("allocator/csrc/pool.c")
+BUILT = ("quant/native/_kernels*.so", "allocator/_pool*.so")
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 COMMON_FLAGS = [
     "-std=gnu11", os.environ.get("KV_BUILD_LEVEL", "-O3"), "-fvisibility=hidden", "-Wall", "-Wextra",
@@ -47,16 +49,18 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         """Old builds go first: one that stayed behind a failed build would be used as if it were new."""
-        for extension in self.extensions or []:
-            built = Path(self.build_lib) / self.get_ext_filename(extension.name)
-            in_place = Path(*extension.name.split("."))
-            for old in [*built.parent.glob("_kernels*.so"), *in_place.parent.glob("_kernels*.so")]:
-                old.unlink()
+        for folder in (Path(self.build_lib), Path()):
+            for pattern in BUILT:
+                for old in folder.glob(pattern):
+                    old.unlink()
         super().run()
 
     def build_extension(self, ext: Extension) -> None:
-        """Only `quant.native._kernels` is built here. CompileError says what is missing."""
+        """`quant.native._kernels` or `allocator._pool`. CompileError says what is missing."""
         self._require_headers()
+        if ext.name == "allocator._pool":
+            self._link(self._compile(POOL_SOURCE, "pool", []), ext)
+            return
         wanted = os.environ.get(ONLY, ",".join(X86_PATHS)).split(",")
         wide = [name for name in X86_PATHS if ON_X86 and name in wanted and self._accepts(PATH_FLAGS[name])]
         paths = ["baseline", *wide]
@@ -73,7 +77,10 @@ class BuildKernels(build_ext):
         for _, folder, _ in jobs:
             self.mkpath(str(Path(self.build_temp) / folder / SOURCES))
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = [one for built in pool.map(lambda job: self._compile(*job), jobs) for one in built]
+            objects = [one for built in pool.map(self._compile_kernels, jobs) for one in built]
+        self._link(objects, ext)
+
+    def _link(self, objects: list[str], ext: Extension) -> None:
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
@@ -82,11 +89,15 @@ class BuildKernels(build_ext):
             build_temp=self.build_temp,
         )
 
-    def _compile(self, source: str, folder: str, flags: list[str]) -> list[str]:
+    def _compile_kernels(self, job: tuple[str, str, list[str]]) -> list[str]:
+        source, folder, flags = job
+        return self._compile(SOURCES / source, folder, flags)
+
+    def _compile(self, source: Path, folder: str, flags: list[str]) -> list[str]:
         return self.compiler.compile(
-            [str(SOURCES / source)],
+            [str(source)],
             output_dir=str(Path(self.build_temp) / folder),
-            include_dirs=[str(SOURCES), *self.include_dirs],
+            include_dirs=[str(source.parent), *self.include_dirs],
             macros=[("Py_LIMITED_API", "0x030B0000")],
             extra_postargs=[*COMMON_FLAGS, "-pthread", *flags],
         )
@@ -120,7 +131,8 @@ class NameWheel(bdist_wheel):
     """Names a wheel by what is in it."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        if not any((Path(self.get_finalized_command("build").build_lib) / "quant/native").glob("_kernels*.so")):
+        folder = Path(self.get_finalized_command("build").build_lib)
+        if not any(file for pattern in BUILT for file in folder.glob(pattern)):
             self.root_is_pure = True
             self.py_limited_api = False
         return super().get_tag()
@@ -134,7 +146,8 @@ setup(
             depends=sorted(str(path) for path in SOURCES.glob("*")),
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension("allocator._pool", [str(POOL_SOURCE)], py_limited_api=True, optional=True),
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": NameWheel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

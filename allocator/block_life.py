@@ -235,7 +235,7 @@ class BlockLife:
             exactly = [bool(computed[block_id]) for block_id in ids]
             self.on_evict(class_index >> 1, list(ids), named, exactly, class_index & 1)
         exact, lossy = self._exact_names[class_index], self._lossy_names[class_index]
-        if not lossy or exact is lossy:
+        if not self._has_two_maps(class_index):
             for block_id in ids:
                 del exact[hashes[block_id]]
         else:
@@ -243,6 +243,11 @@ class BlockLife:
                 del (exact if computed[block_id] else lossy)[hashes[block_id]]
         self.idle_counts[class_index] -= len(ids)
         self.evicted_count += len(ids)
+
+    def _has_two_maps(self, class_index: int) -> bool:
+        """Whether a name of the class may stand in either of two maps."""
+        lossy = self._lossy_names[class_index]
+        return bool(lossy) and lossy is not self._exact_names[class_index]
 
     def _reuse_idle(self, class_index: int) -> int:
         """Evicts one idle block without a detour over the free list; the caller hands it out.

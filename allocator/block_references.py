@@ -1,7 +1,8 @@
 """References: allocate, share, release, touch. The calls that every admission, decode step and finish make.
 
 Part of the pool, under its caller's lock. Batches up to `SMALL_BATCH` ids run in plain Python over memoryviews, larger
-ones in numpy over the same memory; both forms of a call do the same, which a test compares.
+ones in numpy over the same memory; the commonest small ones in C (allocator.pool_core) where that was built. All forms
+of a call do the same, which tests compare.
 
 Invariants (checked by `allocator.invariants`):
 - Only FREE blocks are handed out, each to one owner.
@@ -10,6 +11,8 @@ Invariants (checked by `allocator.invariants`):
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +35,14 @@ from allocator.block_state import (
 from allocator.errors import UsageError
 from allocator.extent_ledger import ID_TYPE, Ids
 from allocator.extents import FULL
+from allocator.pool_core import core
 from allocator.reclaim import available_blocks, make_room
 
 
 class BlockReferences(BlockLife):
     """`BlockLife` with references."""
+
+    _core: Any = core  # None: plain Python and numpy
 
     # -- room ---------------------------------------------------------------------------------------------------
 
@@ -82,6 +88,11 @@ class BlockReferences(BlockLife):
                     return self._allocate_evicting(index, count)
             make_room(self, index, count)
             start = free.count - count
+        if self._core is not None:
+            ids = np.empty(count, ID_TYPE)
+            self._core.take(self._words, free.view, start, count, ids)
+            free.count = start
+            return ids
         free.count = start
         places = free.ids[start : start + count]
         self._life[places] = OPEN_ONCE
@@ -90,19 +101,46 @@ class BlockReferences(BlockLife):
     def _allocate_evicting(self, index: int, count: int) -> Ids:
         """A small batch from what is free and, for the rest, idle blocks of the class, without a detour."""
         free, words = self._free[index], self._words
-        ids = self._evict_few(index, count - free.count)
+        need = count - free.count
+        if self.held_idle_counts[index] or self.on_evict is not None or self._has_two_maps(index):
+            ids = self._evict_few(index, need)
+            for block_id in ids:
+                words[block_id] = OPEN_ONCE
+        else:  # `_evict_few` for the common case, one pass over the victims
+            victims = self.policies[index].victims(need)
+            ids = victims if isinstance(victims, list) else victims.tolist()
+            if self._core is not None and len(ids) == need:
+                return self._hand_out(index, count, ids)
+            names, hashes = self._exact_names[index], self.hashes
+            for block_id in ids:
+                del names[hashes[block_id]]
+                words[block_id] = OPEN_ONCE
+            self.idle_counts[index] -= len(ids)
+            self.evicted_count += len(ids)
         if free.count:
-            ids = free.view[: free.count].tolist() + ids
+            taken = free.view[: free.count].tolist()
             free.count = 0
+            for block_id in taken:
+                words[block_id] = OPEN_ONCE
+            ids = taken + ids
         if len(ids) > count:  # the last of them was part of a run
             surplus = ids[count:]
             del ids[count:]
             for block_id in surplus:
                 words[block_id] = FREE
             self._push_free(surplus)
-        for block_id in ids:
-            words[block_id] = OPEN_ONCE
         return np.array(ids, ID_TYPE)
+
+    def _hand_out(self, index: int, count: int, victims: list[int]) -> Ids:
+        """The C form of what `_allocate_evicting` does with victims that are just as many as are missing."""
+        free, ids = self._free[index], np.empty(count, ID_TYPE)
+        self._core.evict(self._words, victims, self._exact_names[index], self.hashes, ids)
+        self.idle_counts[index] -= len(victims)
+        self.evicted_count += len(victims)
+        if free.count:
+            self._core.take(self._words, free.view, 0, free.count, ids)
+            free.count = 0
+        return ids
 
     def _eviction_is_next(self, index: int) -> bool:
         """Whether `make_room` would find nothing before its third step, eviction inside the class."""
@@ -129,8 +167,10 @@ class BlockReferences(BlockLife):
         if count == 1 and not run:
             self.release_one(int(ids[0]))
             return
+        if not count or (self._core is not None and self._release_in_c(ids, run)):
+            return
         batch: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        if not batch or self._release_plain(batch, run):
+        if self._core is None and self._release_plain(batch, run):
             return
         batch = [block_id for block_id in batch if block_id != -1]
         self._check_release_few(batch)
@@ -180,11 +220,34 @@ class BlockReferences(BlockLife):
                     self.tick = tick = self.tick + 1
                     self.policies[index].idle(idle, tick, run)
                 return True
-        except IndexError:
-            pass  # an id that does not exist: the caller tells
+        except (IndexError, TypeError):
+            pass  # what is no id of a block: the caller tells
         for block_id in batch[: len(idle) + top - start]:
             words[block_id] = SEALED_ONCE if words[block_id] == IDLE else OPEN_ONCE
         return False
+
+    def _release_in_c(self, ids: IdBatch, run: bool) -> bool:
+        """The C form of `_release_plain`; False, with nothing changed, also for what it cannot read."""
+        index, classes = self.ledger.only_class, None
+        if index < 0:
+            classes = self._classes
+            try:
+                index = classes[ids[0]]
+            except IndexError:
+                return False
+        free = self._free[index]
+        idle = self._core.release(self._words, classes, index, free.view, free.count, ids)
+        if idle is None:
+            return False
+        opened_count = len(ids) - len(idle)
+        if opened_count:
+            free.count += opened_count
+            self.ledger.frees[index] += opened_count
+        if idle:
+            self.idle_counts[index] += len(idle)
+            self.tick = tick = self.tick + 1
+            self.policies[index].idle(idle, tick, run)
+        return True
 
     def _check_release_few(self, ids: list[int]) -> None:
         if len(set(ids)) < len(ids):

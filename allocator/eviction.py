@@ -216,10 +216,14 @@ class LRU(EvictionPolicy):
         if not self._stale and not self._cursor:  # whole segments need no look at their entries
             while need > 0 and segments:
                 _, ids, run = segments[0]
-                if type(ids) is not list or (len(ids) > need and not run) or (run and not runs):
+                if isinstance(ids, int):
+                    taken.append(ids)
+                    need -= 1
+                elif not isinstance(ids, list) or (len(ids) > need and not run) or (run and not runs):
                     break
-                taken += ids
-                need -= len(ids)
+                else:
+                    taken += ids
+                    need -= len(ids)
                 segments.popleft()
             if need <= 0:
                 self._count -= len(taken)

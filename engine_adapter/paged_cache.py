@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from allocator import ConfigError, KVGeometry, UsageError
+from allocator import COLD, ConfigError, KVGeometry, UsageError
 from engine_adapter.batch import Int64Array
 from engine_adapter.native_layout import GroupLayout, group_layout
 from quant import BlockShape, native, record_bytes, unpack_records
@@ -305,14 +305,15 @@ class _GroupRows:
     def read_cold(
         self, position: int, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        payload = self._payload(position, slots)
-        codec: Any = self.cold_codec
+        codec: Any = self._codec_of_records()
+        device = self.slab.device
         shape = (len(slots), 1, self.kv_heads, self.block_tokens)
-        keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=payload.device)
-        values = torch.empty((*shape, self.value_dim), dtype=dtype, device=payload.device) if self.value_dim else None
+        keys = torch.empty((*shape, self.key_dim), dtype=dtype, device=device)
+        values = torch.empty((*shape, self.value_dim), dtype=dtype, device=device) if self.value_dim else None
         if hasattr(codec, "for_range"):  # bits may differ by layer
             codec = codec.for_range(slice(position, position + 1), slice(0, self.kv_heads))
-        codec.decode_into(payload, keys, values)
+        if not (hasattr(codec, "decode_slots") and codec.decode_slots(*self._places(position, slots), keys, values)):
+            codec.decode_into(self._payload(position, slots), keys, values)
         return keys[:, 0], None if values is None else values[:, 0]
 
     def read_records(self, position: int, slots: torch.Tensor) -> RecordParts:
@@ -335,8 +336,7 @@ class _GroupRows:
 
     def _payload(self, position: int, slots: torch.Tensor) -> torch.Tensor:
         """One layer's records, copied as words (bytes take 5 times as long): uint8[blocks, layer bytes]."""
-        if self.cold_codec is None:
-            raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
+        self._codec_of_records()
         if self.cold_words is None:
             self.cold_words = self.slab.cold_view(self.group).view(torch.int64)
             self.cold_offsets = self._layer_offsets()
@@ -344,6 +344,20 @@ class _GroupRows:
         per_extent = self.cold_words.shape[1]
         words = self.cold_words[slots // per_extent, slots % per_extent, first // 8 : last // 8]
         return words.view(torch.uint8)
+
+    def _codec_of_records(self) -> BlockCodec:
+        if self.cold_codec is None:
+            raise UsageError(f"group {self.group}: a table holds an INT4 entry, but the cache has no cold codec")
+        return self.cold_codec
+
+    def _places(self, position: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slab's bytes, and where in them one layer's records of INT4 slots begin: int64[blocks]."""
+        if not self.cold_offsets:
+            self.cold_offsets = self._layer_offsets()
+        layout, index = self.slab.layout, 2 * self.group + COLD
+        extents, inside = slots // layout.per_extent[index], slots % layout.per_extent[index]
+        places = extents * layout.extent_bytes + inside * layout.slot_bytes[index] + self.cold_offsets[position]
+        return self.slab.bytes, places
 
     def _layer_offsets(self) -> list[int]:
         """First byte of each layer's records inside an INT4 slot, and the end; multiples of 64."""

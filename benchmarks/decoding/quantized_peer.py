@@ -45,7 +45,7 @@ class QuantizedSide:
         """Load model and contexts; returns 0."""
         from transformers import AutoModelForCausalLM, QuantizedCache
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(os.cpu_count() or 1)  # hqq takes minutes to quantize a context; that is not measured
         case = json.loads((self._folder / "case.json").read_text(encoding="utf-8"))
         contexts = [
             _Context(one["continuation"], self._read("keys", number, case), self._read("values", number, case))
@@ -56,6 +56,7 @@ class QuantizedSide:
         axis = _AXES[self._backend]
         cache = QuantizedCache(self._backend, model.config, nbits=4, axis_key=axis, axis_value=axis)
         self._side = CacheSide(model, cache, [contexts[number] for number in case["sequences"]])
+        torch.set_num_threads(1)
         return 0.0
 
     def decode(self, steps: int) -> float:

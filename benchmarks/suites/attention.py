@@ -233,6 +233,23 @@ def rows(options: Options) -> Iterator[Row]:
         for name, context in (("8k", 8192), ("32k", 32768)):
             yield from _llama_rows(name, 512 if options.quick else context, options)
         yield from _latent_rows(512 if options.quick else 8192, options)
+        yield from _growth_rows(512 if options.quick else 8192, options)
+
+
+def _growth_rows(context: int, options: Options) -> Iterator[Row]:
+    """Time a token of context at four times the context: 1 is linear, 0.9 a tenth more than that."""
+    near, far = (_Scene(_LLAMA, tokens, options.seed) for tokens in (context, 4 * context))
+    for case, cold in (("int4", True), ("bf16", False)):
+        sides: dict[str, Timed] = {
+            "near": near.attend(range(near.blocks) if cold else None),
+            "far": far.attend(range(far.blocks) if cold else None),
+        }
+        found = _measure(sides, {}, ROUNDS_FACTOR * options.rounds)
+        yield compared(
+            "attention", f"{case}_32k_a_token_vs_8k", "us a 1,000 tokens",
+            [1e6 * one / (4 * context) for one in found["far"]],
+            better="smaller", baseline="8k", theirs=[1e6 * one / context for one in found["near"]],
+        )  # fmt: skip
 
 
 def _llama_rows(name: str, context: int, options: Options) -> Iterator[Row]:

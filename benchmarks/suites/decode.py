@@ -172,7 +172,7 @@ def _main_note(contexts: Sequence[Recording], sides: _Sides) -> str:
         f"into the blocks of {sides.int4.sequence_count} sequences that share none; the texts' own continuation is fed "
         f"(greedy sampling still runs); attention backend {sides.int4.backend.name}; "
         f"{100 * sides.cold_share:.0f} % of the blocks in INT4; means of {STEPS_A_SAMPLE} steps a round; both of our "
-        "loops read their blocks in place; transformers' cache runs with its own SDPA path."
+        "loops read their blocks in place; transformers' cache runs with the faster form of its own SDPA code."
     )
 
 
@@ -245,13 +245,15 @@ def divergence(reference: dict[int, list[torch.Tensor]], found: dict[int, list[t
 
 
 def _speed_rows(case: Case, model: Any, name: str, options: Options) -> Iterator[Row]:
+    from benchmarks.decoding.cache_side import TRIAL_STEPS
     from benchmarks.decoding.recording import drawn
     from engine_adapter.model_geometry import geometry_from_config
 
     geometry = geometry_from_config(model.config, model.dtype, 16)
     context = QUICK_CONTEXT_TOKENS if options.quick else case.context_tokens
     rounds = 1 if options.quick else options.rounds
-    recording = drawn(geometry, context, (rounds + 2) * STEPS_A_SAMPLE + 1, 1_000, options.seed)
+    new_tokens = (rounds + 2) * STEPS_A_SAMPLE + TRIAL_STEPS
+    recording = drawn(geometry, context, new_tokens, 1_000, options.seed)
     sides = _Sides(model, name, [recording] * (2 if options.quick else case.batch), options)
     try:
         samples = sides.samples(rounds)

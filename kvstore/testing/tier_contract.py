@@ -135,6 +135,24 @@ class TierContract(TransferContract):
             tier.delete([key])
             assert tier.used_bytes == 0
 
+    def test_case_079_a_read_that_waits_never_gets_the_bytes_of_who_came_after(self) -> None:
+        for seed in range(8):  # orders in which the read runs before, between and after the copies that need its room
+            executor = SteppedExecutor(seed)
+            with self.tier(executor) as tier:
+                key, others = key_of(1), [key_of(100 + number) for number in range(self.capacity_payloads)]
+                old = payload_of(key, self.payload_bytes)
+                tier.submit_put([PutItem(key, [old], None)])
+                executor.run_all()
+                buffer = np.zeros(self.payload_bytes, np.uint8)
+                read = tier.submit_get([GetItem(key, buffer)])
+                tier.delete([key])
+                for other in others:
+                    tier.submit_put([PutItem(other, [payload_of(other, self.payload_bytes)], None)])
+                executor.run_all()
+                for done in self.wait(tier, 2 + len(others)):
+                    if done.transfer is read and done.results[0] is OK:
+                        assert np.array_equal(buffer, old), f"bytes of another copy, order {seed}"
+
     def test_clear_leaves_nothing_and_cancels_what_waits(self) -> None:
         executor = SteppedExecutor()
         with self.tier(executor) as tier:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from allocator import BlockPool, ExtentLayout
+from allocator import BlockPool, ExtentLayout, pool_core
+from allocator.block_references import BlockReferences
 
 MakePool = Callable[..., BlockPool]
 
@@ -34,3 +35,12 @@ def hashes(count: int, salt: int = 0) -> list[bytes]:
 @pytest.fixture(name="hashes")
 def hashes_fixture() -> Callable[..., list[bytes]]:
     return hashes
+
+
+@pytest.fixture(params=["c", "python"])
+def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with the C core of the pool, and without."""
+    if request.param == "python":
+        monkeypatch.setattr(BlockReferences, "_core", None)
+    elif pool_core.core is None:
+        pytest.skip(f"no C core: {pool_core.reason}")

@@ -13,6 +13,7 @@ from allocator import COLD, FULL, BlockPool, BlockState, CapacityError, UsageErr
 
 Hashes = Callable[..., list[bytes]]
 MakePool = Callable[..., BlockPool]
+pytestmark = pytest.mark.usefixtures("each_form")
 
 
 def sealed(pool: BlockPool, names: list[bytes], exact: bool = True, group: int = 0) -> list[int]:

@@ -23,6 +23,7 @@ from allocator import (
 
 Hashes = Callable[..., list[bytes]]
 MakePool = Callable[..., BlockPool]
+pytestmark = pytest.mark.usefixtures("each_form")
 B = 16
 
 

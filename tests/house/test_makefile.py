@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def project(tmp_path: Path) -> Path:
     """A tree whose environment is up to date and whose kernels were never built."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    sources = tmp_path / "quant/native/csrc"
-    sources.mkdir(parents=True)
-    (sources / "a.c").write_text("int a;\n")
+    for folder in ("quant/native/csrc", "allocator/csrc"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.c").write_text("int a;\n")
     (tmp_path / "pyproject.toml").write_text("x\n")
     (tmp_path / "constraints-dev.txt").write_text("y\n")
     (tmp_path / "setup.py").write_text("print('kernels built')\n")
@@ -49,7 +49,7 @@ def test_kernels_are_built_once(project: Path) -> None:
     assert make(project) == ""
 
 
-@pytest.mark.parametrize("changed", ["quant/native/csrc/a.c", "quant/native/csrc/new.inc", "setup.py"])
+@pytest.mark.parametrize("changed", ["quant/native/csrc/new.inc", "allocator/csrc/a.c", "setup.py"])
 def test_a_changed_source_rebuilds_the_kernels_and_not_the_environment(project: Path, changed: str) -> None:
     make(project)
     file = project / changed

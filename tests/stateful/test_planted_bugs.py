@@ -102,6 +102,9 @@ class EvictionForgetsName(BlockPool):
     def _reuse_idle(self, class_index: int) -> int:
         return -1
 
+    def _has_two_maps(self, class_index: int) -> bool:
+        return True  # so that every small eviction goes through the next method
+
     def _evict_few(self, class_index: int, count: int) -> list[int]:
         names = [dict(index.exact) for index in self.indexes]
         ids = super()._evict_few(class_index, count)

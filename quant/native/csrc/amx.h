@@ -42,6 +42,8 @@ typedef struct {
 
 #else
 
+#define KV_TILE_FUNCTION static __attribute__((noinline))
+
 static _Thread_local struct {
     kv_tile_config config;
     union {
@@ -52,11 +54,11 @@ static _Thread_local struct {
 } kv_tiles;
 
 /* What raises #UD or #GP on the real thing. */
-static inline void kv_tile_check(int ok) {
+KV_TILE_FUNCTION void kv_tile_check(int ok) {
     if (!ok) __builtin_trap();
 }
 
-static inline void kv_tile_configure(const void *config) {
+KV_TILE_FUNCTION void kv_tile_configure(const void *config) {
     memcpy(&kv_tiles.config, config, sizeof kv_tiles.config);
     kv_tile_check(kv_tiles.config.palette == 1 && kv_tiles.config.start_row == 0);
     for (int i = 0; i < 16; i++) {
@@ -66,26 +68,26 @@ static inline void kv_tile_configure(const void *config) {
     memset(kv_tiles.row, 0, sizeof kv_tiles.row);
 }
 
-static inline void kv_tile_release(void) { memset(&kv_tiles, 0, sizeof kv_tiles); }
+KV_TILE_FUNCTION void kv_tile_release(void) { memset(&kv_tiles, 0, sizeof kv_tiles); }
 
-static inline void kv_tile_zero(int tile) {
+KV_TILE_FUNCTION void kv_tile_zero(int tile) {
     kv_tile_check(kv_tiles.config.rows[tile]);
     memset(kv_tiles.row[tile], 0, sizeof kv_tiles.row[tile]);
 }
 
-static inline void kv_tile_load(int tile, const void *from, int64_t stride) {
+KV_TILE_FUNCTION void kv_tile_load(int tile, const void *from, int64_t stride) {
     kv_tile_zero(tile);
     for (int i = 0; i < kv_tiles.config.rows[tile]; i++)
         memcpy(kv_tiles.row[tile][i].bytes, (const uint8_t *)from + i * stride, kv_tiles.config.row_bytes[tile]);
 }
 
-static inline void kv_tile_store(int tile, void *to, int64_t stride) {
+KV_TILE_FUNCTION void kv_tile_store(int tile, void *to, int64_t stride) {
     kv_tile_check(kv_tiles.config.rows[tile]);
     for (int i = 0; i < kv_tiles.config.rows[tile]; i++)
         memcpy((uint8_t *)to + i * stride, kv_tiles.row[tile][i].bytes, kv_tiles.config.row_bytes[tile]);
 }
 
-static inline void kv_tile_dot(int sums, int a, int b) {
+KV_TILE_FUNCTION void kv_tile_dot(int sums, int a, int b) {
     const kv_tile_config *config = &kv_tiles.config;
     kv_tile_check(sums != a && sums != b && a != b && config->rows[sums] && config->rows[sums] == config->rows[a]);
     kv_tile_check(config->row_bytes[a] == 4 * config->rows[b] && config->row_bytes[sums] == config->row_bytes[b]);

@@ -93,7 +93,8 @@ static int64_t last_of(const shared_work *work, int64_t first) {
 static int64_t item_bytes(const kv_codec_job *job) { return job->dtype == KV_F32 ? 4 : 2; }
 
 static kv_token_rows rows_at(const kv_codec_job *job, const kv_places *places, const position *at) {
-    return (kv_token_rows){.first = place(places, at), .row_bytes = places->row_bytes, .dtype = job->dtype, .stream = job->stream};
+    return (kv_token_rows){
+        .first = place(places, at), .row_bytes = places->row_bytes, .dtype = job->dtype, .stream = job->stream};
 }
 
 /* Rows that follow without gaps are left for the kernel to prefetch, others are prefetched here. */
@@ -169,7 +170,7 @@ static void share(const kv_codec_job *job, kv_task task, int threads) {
 }
 
 void kv_encode_blocks(const kv_codec_job *job, int threads) {
-    memset(job->accepted, 1, (size_t)job->blocks);
+    if (job->blocks) memset(job->accepted, 1, (size_t)job->blocks); /* an empty batch may have no address */
     share(job, encode_chunk, threads);
 }
 

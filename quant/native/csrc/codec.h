@@ -70,7 +70,7 @@ extern float kv_signs_float[KV_DIM_MAX];        /* +1, -1 */
 extern int16_t kv_signs_int16[KV_DIM_MAX];      /* +1, -1 */
 extern uint16_t kv_sign_bits16[KV_DIM_MAX];     /* 0, 0x8000: the sign bit of bf16 and fp16 */
 extern uint8_t kv_sign_mask[KV_DIM_MAX / 8];    /* a bit a channel */
-/* Of 32 channels: [even, low word][odd, low][even, high][odd, high], 16 words of 32 bits each, +1 or -1 in that half. */
+/* Of 32 channels: [even, low][odd, low][even, high][odd, high], 16 words of 32 bits each, +1 or -1 in that half. */
 extern int32_t kv_sign_pairs[KV_DIM_MAX / 32][64];
 
 #endif

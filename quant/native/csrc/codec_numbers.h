@@ -56,7 +56,8 @@ KV_INLINE float kv_from_half(uint16_t x) {
 KV_INLINE uint16_t kv_to_half(float x) {
     const uint32_t sign = kv_bits(x) >> 16 & 0x8000;
     const float size = kv_min(kv_float(kv_bits(x) & 0x7fffffffu), KV_HALF_MAX);
-    const uint32_t bits = kv_bits(size), small = kv_bits(size + 0.5f) - kv_bits(0.5f); /* the last bit of 0.5 is 2^-24 */
+    const uint32_t bits = kv_bits(size);
+    const uint32_t small = kv_bits(size + 0.5f) - kv_bits(0.5f); /* the last bit of 0.5 is 2^-24 */
     const uint32_t normal = ((bits + 0xfffu + (bits >> 13 & 1)) >> 13) - (112u << 10);
     return (uint16_t)(sign | (size < 0x1p-14f ? small : normal));
 }
@@ -91,7 +92,9 @@ KV_INLINE float kv_store_base(float largest, uint8_t *at) {
 }
 
 /* 1 / (2^bits - 1) */
-KV_INLINE float kv_step_factor(int bits) { return bits == 4 ? 0x1.111112p-4f : bits == 5 ? 0x1.084210p-5f : 0x1.24924ap-3f; }
+KV_INLINE float kv_step_factor(int bits) {
+    return bits == 4 ? 0x1.111112p-4f : bits == 5 ? 0x1.084210p-5f : 0x1.24924ap-3f;
+}
 
 /* 1 / sqrt(largest power of two that divides dim) */
 KV_INLINE float kv_unit(int dim) {

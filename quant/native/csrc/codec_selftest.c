@@ -19,7 +19,7 @@ static const struct {
     {64, 64, KV_BF16}, {128, 128, KV_BF16}, {128, 128, KV_F32}, {96, 80, KV_F16}, {576, 0, KV_BF16}, {8, 256, KV_F32},
 };
 
-kv_record_layout kv_record_layout_of(int key_dim, int value_dim) {
+static kv_record_layout layout_of(int key_dim, int value_dim) {
     kv_record_layout at = {.key_dim = key_dim, .value_dim = value_dim, .key_bits = 4, .value_bits = 4};
     at.value_codes = 8 * key_dim;
     at.key_plane = at.value_plane = at.key_scales = at.value_codes + 8 * value_dim;
@@ -33,7 +33,8 @@ kv_record_layout kv_record_layout_of(int key_dim, int value_dim) {
     return at;
 }
 
-/* A product with a number from 0 to 255 times a power of two that goes with the channel, and an offset for some: exact in every type. */
+/* Whole numbers of 8 bits, times a power of two that goes with the channel, off centre in every third: exact in every
+ * type. */
 static void fill(char *rows, int dim, kv_dtype dtype, uint32_t *state) {
     for (int t = 0; t < KV_RUN; t++)
         for (int c = 0; c < dim; c++) {
@@ -65,7 +66,7 @@ int kv_codec_selftest(uint64_t digests[2]) {
     digests[0] = digests[1] = start;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const int key_dim = cases[i].key_dim, value_dim = cases[i].value_dim, item = cases[i].dtype == KV_F32 ? 4 : 2;
-        kv_codec_job job = {.layout = kv_record_layout_of(key_dim, value_dim), .dtype = cases[i].dtype, .accepted = accepted};
+        kv_codec_job job = {.layout = layout_of(key_dim, value_dim), .dtype = cases[i].dtype, .accepted = accepted};
         job.blocks = job.layers = job.heads = job.runs = 1;
         job.key_limit = job.value_limit = LIMIT;
         job.keys = (kv_places){.base = keys, .row_bytes = key_dim * item};
@@ -77,7 +78,8 @@ int kv_codec_selftest(uint64_t digests[2]) {
         digests[0] = digest(digest(digests[0], accepted, 1), record, (size_t)job.layout.record_bytes);
         for (kv_dtype dtype = KV_F32; dtype <= KV_F16; dtype++) {
             job.dtype = dtype;
-            job.keys.row_bytes = key_dim * (dtype == KV_F32 ? 4 : 2), job.values.row_bytes = value_dim * (dtype == KV_F32 ? 4 : 2);
+            job.keys.row_bytes = key_dim * (dtype == KV_F32 ? 4 : 2);
+            job.values.row_bytes = value_dim * (dtype == KV_F32 ? 4 : 2);
             kv_decode_blocks(&job, 1);
             digests[1] = digest(digests[1], keys, (size_t)(KV_RUN * job.keys.row_bytes));
             if (value_dim) digests[1] = digest(digests[1], values, (size_t)(KV_RUN * job.values.row_bytes));

@@ -14,7 +14,7 @@
 
 /* Raised whenever a signature or a layout that Python relies on changes; quant/native/__init__.py has the same one. */
 #ifndef KV_ABI /* a test builds one with a wrong number */
-#define KV_ABI 1
+#define KV_ABI 2
 #endif
 
 #define KV_CAT_(a, b) a##b

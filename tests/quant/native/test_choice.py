@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -38,6 +39,8 @@ def test_every_path_that_runs_here_passes_its_self_test() -> None:
 
 @needs_extension
 def test_a_path_that_fails_its_self_test_is_passed_over(kernels: Any) -> None:
+    if len(native.available_paths()) < 2:
+        pytest.skip("one path only, as on Arm")
     best, second = native.available_paths()[:2]
     asked: list[str] = []
 
@@ -145,6 +148,7 @@ def test_a_stale_build_is_refused() -> None:
 
 
 @needs_extension
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers take their time")
 def test_self_tests_are_quick(kernels: Any) -> None:
     best = native.available_paths()[0]
     seconds = []
