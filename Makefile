@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-triton gpu-test compile-matrix test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo test test-triton gpu-test compile-matrix test-faults test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,7 +54,10 @@ demo: venv ## a real model answers out of too little memory; writes demo-report.
 	@$(PY) -m engine_adapter.demo $(DEMO_ARGS)
 
 test: venv ## the usual tests
-	@$(PY) -m pytest -m "not nightly and not gpu" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not nightly and not gpu and not faults" $(PYTEST_ARGS)
+
+test-faults: venv ## the long rounds of killed, hung and full servers and disks
+	@$(PY) -m pytest -m faults --timeout 3600 $(PYTEST_ARGS)
 
 test-nightly: venv ## the long searches too
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest -m "not gpu" --timeout 7200 $(PYTEST_ARGS)

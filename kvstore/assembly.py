@@ -77,8 +77,7 @@ def assemble(
         metrics.add("failed_tasks", cause=cause)
 
     if tiers is None:
-        lower = () if device_name == "absent" else _host_tiers(config, layout, on_failed)
-        tiers = lower if device_name == "absent" else (*lower, *_remote_tiers(geometry, config, on_failed))
+        tiers = () if device_name == "absent" else _own_tiers(geometry, config, layout, on_failed)
     for tier in tiers:
         tier.set_waker(waker)
     executor = make_executor(config.io_threads, on_failed=on_failed)
@@ -139,24 +138,35 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
         raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
-def _host_tiers(config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]) -> tuple[Tier, ...]:
-    if not config.host_bytes:
-        return ()
-    from kvstore.host_tier import HostTier
+def _own_tiers(
+    geometry: KVGeometry, config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]
+) -> tuple[Tier, ...]:
+    """The tiers that the settings name, fast to slow. What was opened is closed again when a later one cannot be."""
+    tiers: list[Tier] = []
+    try:
+        if config.host_bytes:
+            from kvstore.host_tier import HostTier
 
-    return (
-        HostTier(
-            config.host_bytes,
-            make_executor(config.io_threads, on_failed=on_failed),
-            slot_bytes=[size for size in layout.raw_slot_bytes if size],
-            prefault=config.host_prefault,
-        ),
-    )
+            executor = make_executor(config.io_threads, "kvstore-host", on_failed=on_failed)
+            slot_bytes = [size for size in layout.raw_slot_bytes if size]
+            tiers.append(HostTier(config.host_bytes, executor, slot_bytes=slot_bytes, prefault=config.host_prefault))
+        if config.disk_path:
+            from kvstore.disk_tier import DiskTier
+            from kvstore.frame_specs import geometry_specs
+
+            executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
+            specs = geometry_specs(geometry)
+            tiers.append(DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs))
+        if config.redis_url:
+            tiers.append(_remote_tier(geometry, config, on_failed))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tuple(tiers)
 
 
-def _remote_tiers(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> tuple[Tier, ...]:
-    if not config.redis_url:
-        return ()
+def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:
     from kvstore.frame_specs import geometry_specs
     from kvstore.redis_links import LinkOptions
     from kvstore.redis_tier import RedisOptions, RedisTier
@@ -164,14 +174,12 @@ def _remote_tiers(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callab
     deadline = config.fetch_deadline_seconds
     lookups = make_executor("thread", "kvstore-lookup", on_failed) if config.io_threads == "thread" else None
     links = LinkOptions(timeout_seconds=min(0.5, deadline / 2), connect_timeout_seconds=min(0.25, deadline / 4))
-    return (
-        RedisTier(
-            config.redis_url,
-            make_executor(config.io_threads, on_failed=on_failed),
-            capacity_bytes=config.redis_bytes,
-            ttl_seconds=config.redis_ttl_seconds,
-            secret=config.secret.encode() or None,
-            spec_of=geometry_specs(geometry),
-            options=RedisOptions(links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups),
-        ),
+    return RedisTier(
+        config.redis_url,
+        make_executor(config.io_threads, on_failed=on_failed),
+        capacity_bytes=config.redis_bytes,
+        ttl_seconds=config.redis_ttl_seconds,
+        secret=config.secret.encode() or None,
+        spec_of=geometry_specs(geometry),
+        options=RedisOptions(links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups),
     )

@@ -1,7 +1,7 @@
 """The settings of a store: one frozen value, from keywords, TOML and the environment.
 
 Precedence: environment over file over defaults. Every wrong value is a ConfigError that names the key, what was given
-and what is expected; unknown keys are refused, so that a typing error never passes for a setting. At most 25 keys.
+and what is expected; unknown keys are refused, so that a typing error never passes for a setting. About 25 keys.
 
 Pure values; no lock, any thread.
 """
@@ -100,6 +100,14 @@ def _one_of(*names: str) -> _Reader:
     return read
 
 
+def _path(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or "\0" in value:
+        raise _RefusedError
+    return value
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or any(ord(one) < 32 for one in value):
         raise _RefusedError
@@ -140,6 +148,13 @@ class KVStoreConfig:
     """Bytes of the host tier; 0: none."""
     host_prefault: bool = _key(True, "true or false", _truth)
     """Touch the host arena's pages in the background."""
+
+    disk_path: str = _key("", "a directory's path, or '' for none", _path)
+    """Directory of the disk tier; empty: none. One store a directory."""
+    disk_bytes: int = _key(8 << 30, f"{_BYTES}, at least 1 MiB", _size)
+    """Budget of everything in that directory."""
+    disk_sync: str = _key("none", "one of none, batch, always", _one_of("none", "batch", "always"))
+    """What survives a power cut: nothing for sure, all but the last transfer, every copy that was reported stored."""
 
     # remote
     redis_url: str = _key("", "a URL as in docs/how-to/redis.md, or nothing", _text, private=True)

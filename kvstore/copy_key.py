@@ -6,6 +6,7 @@ Immutable values, no lock. The byte form is specified in docs/formats/frame.md.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from allocator.errors import UsageError
 
 _LIMIT_16 = 1 << 16
 _CODEC_BYTES = 16
+_FORM = struct.Struct(f"<H{_CODEC_BYTES}sBHHHHI")
 
 
 class _Fields(NamedTuple):
@@ -83,19 +85,9 @@ class CopyKey(_Fields):
 
     def to_bytes(self) -> bytes:
         """Canonical bytes: equal keys and only they have equal bytes."""
-        return b"".join(
-            (
-                b"kvcopy1\x00",
-                self.root,
-                self.hash,
-                self.group.to_bytes(2, "little"),
-                self.codec.encode("ascii").ljust(_CODEC_BYTES, b"\x00"),
-                b"\x01" if self.exact else b"\x00",
-                *(end.to_bytes(2, "little") for end in (*self.heads, *self.layers)),
-                len(self.parameters).to_bytes(4, "little"),
-                self.parameters,
-            )
-        )
+        root, group, hash, codec, exact, heads, layers, parameters = self
+        form = (group, codec.encode("ascii"), exact, *heads, *layers, len(parameters))
+        return b"kvcopy1\x00" + root + hash + _FORM.pack(*form) + parameters
 
     def __str__(self) -> str:
         """Text form for stores with text keys: namespace first, hash last."""

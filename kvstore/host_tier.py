@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from allocator.errors import ConfigError, IntegrityError, UsageError
+from allocator.errors import ConfigError, IntegrityError
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.host_arena import HostArena
@@ -95,27 +95,11 @@ class HostTier(QueuedTier):
 
     def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
         with self._lock:
-            entries = [self._index.find(key) for key in keys]
-            for entry in entries:
-                if entry is not None:
-                    entry.pin_count += 1
-            return [entry is not None for entry in entries]
+            return self._index.pin(keys)
 
     def unpin(self, keys: Sequence[CopyKey]) -> None:
         with self._lock:
-            counts: dict[CopyKey, int] = {}
-            for key in keys:
-                counts[key] = counts.get(key, 0) + 1
-            for key, count in counts.items():
-                entry = self._index.find(key)
-                pins = 0 if entry is None else entry.pin_count
-                if pins < count:
-                    raise UsageError(f"tier {self.name}: unpin x{count} of a copy pinned {pins} times: {key}")
-            for key, count in counts.items():
-                entry = self._index.find(key)
-                assert entry is not None
-                entry.pin_count -= count
-                self._index.requeue(entry)
+            self._index.unpin(keys, self.name)
 
     @property
     def used_bytes(self) -> int:

@@ -13,7 +13,7 @@ from kvstore import ConfigError, KVStoreConfig
 
 def test_there_are_few_knobs_and_each_says_what_it_expects() -> None:
     fields = dataclasses.fields(KVStoreConfig)
-    assert len(fields) <= 25
+    assert len(fields) <= 28
     assert all(one.metadata["expected"] for one in fields)
     assert KVStoreConfig.from_mapping(KVStoreConfig().to_mapping()) == KVStoreConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -1,0 +1,294 @@
+"""Copies on a local file system: an LMDB index with small values in it, and slot files for large ones.
+
+A put writes the frame, then publishes the index record: what can be found is whole. A get checks header, key and
+checksum (and the keyed hash, where a secret is configured); anything wrong is CORRUPT, counted by cause, and that
+generation of the copy is dropped. docs/how-to/disk.md says what each sync setting promises and what each fault does;
+docs/formats/disk.md gives the bytes.
+
+`_lock` guards the index in memory and is never held while bytes move. `_writing` is held by whoever changes files: a
+group of puts, a delete, a clear. Order: `_writing`, then `_lock`.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from allocator.errors import ConfigError, TierError, UsageError
+from kvstore.copy_key import CopyKey
+from kvstore.disk_catalog import CatalogError
+from kvstore.disk_index import LEAST_BYTES, DiskEntry, DiskIndex
+from kvstore.disk_lock import DirectoryLock
+from kvstore.disk_open import make_directory, open_catalog, recover
+from kvstore.disk_slots import SlotFiles
+from kvstore.disk_writer import DiskSettings, DiskWriter
+from kvstore.executor import Executor
+from kvstore.frame import FrameFault, parse_frame
+from kvstore.frame_specs import SpecSource, plain_specs
+from kvstore.queued_tier import QueuedTier
+from kvstore.tier import Job, ResultCode, Transfer
+
+SYNC_POLICIES = ("none", "batch", "always")
+_GROUP_COPIES = 16
+
+
+class DiskTier(QueuedTier):
+    """The disk tier. TierError when the directory cannot be opened, or is open for writing elsewhere.
+
+    directory       made if absent; one writer at a time
+    capacity_bytes  budget of everything in the directory, at least 1 MiB
+    executor        where files are read and written; None: inline
+    sync            none: survives the process; batch: and a power cut, up to the last transfer; always: every OK
+    specs           what frames say of a copy's shape, see frame_specs
+    secret          keyed hash in every frame, for a directory that others can write
+    map_bytes       size of LMDB's map, sparse; 0: far more than the budget
+    retry_seconds   puts pause for this long after the file system was full
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        capacity_bytes: int,
+        executor: Executor | None = None,
+        *,
+        sync: str = "none",
+        specs: SpecSource = plain_specs,
+        secret: bytes | None = None,
+        map_bytes: int = 0,
+        retry_seconds: float = 1.0,
+    ) -> None:
+        if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < LEAST_BYTES:
+            raise ConfigError(f"capacity_bytes: got {capacity_bytes!r}; expected an int >= {LEAST_BYTES}")
+        if sync not in SYNC_POLICIES:
+            raise ConfigError(f"sync: got {sync!r}; expected one of {', '.join(SYNC_POLICIES)}")
+        super().__init__("disk", executor)
+        self.directory = Path(directory)
+        self._sync, self._specs, self._secret = sync, specs, secret
+        self._lock = threading.Lock()
+        self._writing = threading.RLock()
+        make_directory(self.directory)
+        self._directory_lock = DirectoryLock(self.directory, sync)
+        self._slots = SlotFiles(self.directory)
+        counts: Counter[str] = Counter()
+        try:
+            self._open_directory(capacity_bytes, map_bytes or max(1 << 30, 2 * capacity_bytes), counts)
+            settings = DiskSettings(self.directory, sync, specs, secret, retry_seconds)
+            self._writer = DiskWriter(
+                settings, self._catalog, self._index, self._slots, self._directory_lock, self._lock, self._count
+            )
+        except OSError as error:
+            self._abandon_open()
+            raise TierError(f"disk tier {directory}: cannot be opened ({error})") from error
+        except BaseException:
+            self._abandon_open()
+            raise
+        self._counts.update({cause: count for cause, count in counts.items() if count})
+
+    def _open_directory(self, capacity_bytes: int, map_bytes: int, counts: Counter[str]) -> None:
+        self._catalog = open_catalog(
+            self.directory, self._directory_lock, map_bytes, self._sync, capacity_bytes, counts
+        )
+        self._index = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
+        try:
+            recover(self._catalog, self._index, self._slots, self.directory, counts)
+        except CatalogError as error:
+            self._catalog.close()
+            raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+        counts["stale_readers"] += self._catalog.stale_readers
+
+    def _abandon_open(self) -> None:
+        self._slots.close()
+        self._directory_lock.release()
+        self._executor.close()
+
+    # the contract ----------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
+        with self._lock:
+            find = self._index.find
+            return [find(key) is not None for key in keys]
+
+    def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
+        with self._lock:
+            family = self._index.families.get(key.family, {})
+            for count, hash in enumerate(hashes):
+                if hash not in family:
+                    return count
+            return len(hashes)
+
+    def delete(self, keys: Sequence[CopyKey]) -> int:
+        with self._lock:
+            found = [self._index.find(key) for key in dict.fromkeys(keys)]
+            entries = [entry for entry in found if entry is not None and entry.pin_count == 0]
+            for entry in entries:
+                self._index.unlink(entry)
+        self._tidy()
+        return len(entries)
+
+    def clear(self) -> None:
+        super().clear()
+        with self._writing:
+            self._check_process()
+            try:
+                self._writer.clear()
+            except CatalogError as error:
+                raise TierError(f"disk tier {self.directory}: could not be emptied ({error})") from error
+
+    def touch(self, keys: Sequence[CopyKey]) -> None:
+        with self._lock:
+            for key in keys:
+                entry = self._index.find(key)
+                if entry is not None:
+                    self._index.touch(entry)
+
+    def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
+        """Pins hold in this process: they are not written down."""
+        with self._lock:
+            return self._index.pin(keys)
+
+    def unpin(self, keys: Sequence[CopyKey]) -> None:
+        with self._lock:
+            self._index.unpin(keys, self.name)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._index.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._index.capacity_bytes
+
+    @property
+    def copy_count(self) -> int:
+        return self._index.copy_count
+
+    @property
+    def orphan_count(self) -> int:
+        return self._index.orphan_count
+
+    @property
+    def file_bytes(self) -> int:
+        """What the directory's files take, by the file system's account."""
+        return sum(file.stat().st_blocks * 512 for file in self.directory.iterdir())
+
+    def counters(self) -> dict[str, int]:
+        with self._lock:
+            own = dict(self._index.counts)
+        return super().counters() | own
+
+    def close(self) -> None:
+        super().close()
+        with self._writing:
+            if self._directory_lock.is_ours:
+                try:
+                    self._writer.finish()
+                except CatalogError as error:
+                    self._count(f"close_{error.cause}")
+                self._catalog.close()
+                self._slots.close()
+            self._directory_lock.release()
+
+    def check_invariants(self) -> None:
+        """IntegrityError names the first rule of the index that does not hold. For a tier at rest."""
+        with self._lock:
+            self._index.check()
+
+    # put -------------------------------------------------------------------------------------------------------------
+
+    def _put_batch(self, transfer: Transfer, jobs: Sequence[Job]) -> list[ResultCode]:
+        size = 1 if self._sync == "always" else _GROUP_COPIES
+        results: list[ResultCode] = []
+        for at in range(0, len(jobs), size):
+            group = jobs[at : at + size]
+            if transfer.cancelled:
+                results += [ResultCode.CANCELLED] * len(group)
+                continue
+            with self._writing:
+                self._check_process()
+                results += self._writer.put_group(transfer, group)
+        return results
+
+    def _put_one(self, job: Job) -> ResultCode:
+        raise NotImplementedError("puts go by group")
+
+    # get -------------------------------------------------------------------------------------------------------------
+
+    def _claim(self, jobs: Sequence[Job]) -> list[Any]:
+        with self._lock:
+            entries = [self._index.find(job.key) for job in jobs]
+            for entry in entries:
+                if entry is not None:
+                    entry.reader_count += 1
+                    self._index.touch(entry)
+            return entries
+
+    def _release(self, claims: Sequence[Any]) -> None:
+        with self._lock:
+            for entry in claims:
+                if entry is not None:
+                    self._index.end_read(entry)
+
+    def _get_one(self, job: Job, claim: Any) -> ResultCode:
+        entry: DiskEntry | None = claim
+        if entry is None:
+            return ResultCode.MISS
+        self._check_process()
+        if entry.size_bytes != job.size_bytes:
+            self._count("size_mismatch")
+            return ResultCode.CORRUPT
+        try:
+            fault = self._read(job, entry)
+        except OSError as error:
+            return self._drop(entry, f"read_{errno.errorcode.get(error.errno or 0, 'OSError')}")
+        except CatalogError as error:
+            self._count(error.cause)
+            return ResultCode.FAILED
+        if fault == "gone":
+            return self._drop(entry, "value_gone") if entry.is_linked else ResultCode.MISS
+        return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
+
+    def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
+        spec = self._specs(job.key, job.size_bytes)
+        rows = [row for row in job.rows if row.nbytes]
+        if entry.slot is not None:
+            return self._slots.read_frame(entry.slot, spec, rows, self._secret, entry.slot_bytes)
+        value = self._catalog.read_value(entry.generation, entry.frame_bytes)
+        if value is None:
+            return "gone"
+        frame = parse_frame(value, spec, secret=self._secret)
+        if isinstance(frame, FrameFault):
+            return frame
+        at = 0
+        for row in rows:
+            row.data[:] = frame.payload[at : at + row.nbytes]
+            at += row.nbytes
+        return None
+
+    def _drop(self, entry: DiskEntry, cause: str) -> ResultCode:
+        """A copy that cannot be served goes, this generation of it and no other."""
+        self._count(cause)
+        with self._lock:
+            if entry.is_linked:
+                self._index.unlink(entry)
+        self._tidy()
+        return ResultCode.CORRUPT
+
+    # the index file --------------------------------------------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """Take what went out of the index file, unless somebody is writing: the next group does it then."""
+        if self._directory_lock.is_ours and self._writing.acquire(blocking=False):
+            try:
+                self._writer.commit_removals()
+            except CatalogError as error:
+                self._count(f"tidy_{error.cause}")
+            finally:
+                self._writing.release()
+
+    def _check_process(self) -> None:
+        if not self._directory_lock.is_ours:
+            raise UsageError(f"disk tier {self.directory}: used in another process than it was opened in, or closed")
