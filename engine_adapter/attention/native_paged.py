@@ -109,7 +109,9 @@ class NativePagedAttention:
 
     def _torch_plan(self, cache: PagedCache, group: int, batch: StepBatch) -> NativePlan:
         empty = np.empty(0, np.int64)
-        return NativePlan(cache, group, empty, 0, (), batch.token_count, torch_plan=self._torch.plan(cache, group, batch))
+        return NativePlan(
+            cache, group, empty, 0, (), batch.token_count, torch_plan=self._torch.plan(cache, group, batch)
+        )
 
 
 def _check_slots(cache: PagedCache, group: int, entries: Int64Array) -> None:
@@ -147,7 +149,8 @@ def _value_dim(plan: NativePlan, group: int, query: torch.Tensor, settings: Atte
     fits = fits and heads > 0 and heads % found.kv_heads == 0 and 0 < value_dim <= DIM_MAX
     if not fits or (found.value_dim == 0 and value_dim > key_dim) or query.device.type != "cpu":
         raise UsageError(
-            f"query {list(query.shape)} on {query.device} with V of {value_dim} does not fit plan group {plan.group} of "
-            f"{plan.token_count} tokens, layer group {group}: {found.kv_heads} KV heads of {found.key_dim} and {found.value_dim}"
+            f"query {list(query.shape)} on {query.device} with V of {value_dim} does not fit plan group {plan.group} "
+            f"of {plan.token_count} tokens, layer group {group}: {found.kv_heads} KV heads of {found.key_dim} and "
+            f"{found.value_dim}"
         )
     return value_dim

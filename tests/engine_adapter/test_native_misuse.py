@@ -1,4 +1,4 @@
-"""What the C kernels of a step are handed by mistake is refused before an address of it is used; softcaps of any size."""
+"""What the C kernels of a step are handed by mistake is refused before they use it; softcaps of any size; NaN."""
 
 from __future__ import annotations
 
