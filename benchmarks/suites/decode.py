@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from benchmarks.decoding.recording import Recording
 
-FIDELITY_BAR = 0.003
-"""Mean KL over all positions that the codec may cost; the first tokens after a hit may cost twice as much."""
+FIDELITY_BAR = 0.006
+"""Mean KL of the first tokens that follow a context of cold blocks: twice what the codec may cost over whole windows."""
 FIDELITY_STEPS = 96
-TEXTS = 4
+TEXTS = 8
 STEPS_A_SAMPLE = 2
 PEER_ROUNDS = 3
 NEW_TOKENS = 200
@@ -198,8 +198,8 @@ def _share_row(sides: _Sides) -> Row:
 def _fidelity_rows(kept: dict[str, Logits], sides: _Sides) -> Iterator[Row]:
     note = (
         f"{MAIN.name}_mean_kl, _top1: the same loop and backend, INT4 against bf16, at every step that was fed; "
-        "_rounding_kl: transformers' DynamicCache against our bf16, which is what rounding alone does. The bar is not "
-        "a measurement."
+        "_rounding_kl: transformers' DynamicCache against our bf16, which is what rounding alone does. The bar, not a "
+        "measurement, is that of the first tokens after a context of cold blocks; a few texts carry most of the mean."
     )
     kl, top1 = divergence(kept[BF16].rows, kept[INT4].rows)
     yield Row(

@@ -178,7 +178,16 @@ def swap_nothing(self: ExtentLedger, first: int, second: int) -> None:
 
 
 def find(pool: type[BlockPool] = BlockPool, table: type[BlockTable] = BlockTable) -> None:
-    """Runs the machine of the usual run on a broken class; its failure is the wanted result."""
+    """Runs the machine of the usual run on a broken class; its failure is the wanted result.
+
+    Which 300 runs hypothesis draws depends on the modules that happen to be loaded, and about one draw in a hundred
+    misses a bug: then two more are made.
+    """
+    for fixed in (True, False, False):
+        search(pool, table, derandomize=fixed)
+
+
+def search(pool: type[BlockPool], table: type[BlockTable], *, derandomize: bool) -> None:
 
     class Broken(PoolMachine):
         pool_class = pool
@@ -189,7 +198,7 @@ def find(pool: type[BlockPool] = BlockPool, table: type[BlockTable] = BlockTable
         stateful_step_count=40,
         deadline=None,
         database=None,
-        derandomize=True,
+        derandomize=derandomize,
         print_blob=False,
         report_multiple_bugs=False,
         phases=[Phase.generate],
