@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.decoding.recording import Recording
 
 FIDELITY_BAR = 0.006
-"""Mean KL of the first tokens that follow a context of cold blocks: twice what the codec may cost over whole windows."""
+"""Mean KL of the first tokens after a context of cold blocks: twice what the codec may cost over whole windows."""
 FIDELITY_STEPS = 96
 TEXTS = 8
 STEPS_A_SAMPLE = 2
