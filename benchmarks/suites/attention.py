@@ -232,6 +232,7 @@ def rows(options: Options) -> Iterator[Row]:
     with torch.inference_mode():
         for name, context in (("8k", 8192), ("32k", 32768)):
             yield from _llama_rows(name, 512 if options.quick else context, options)
+        yield from _thread_rows("2k", _Scene(_LLAMA, 512 if options.quick else 2048, options.seed), options)
         yield from _latent_rows(512 if options.quick else 8192, options)
         yield from _growth_rows(512 if options.quick else 8192, options)
 
@@ -279,15 +280,24 @@ def _llama_rows(name: str, context: int, options: Options) -> Iterator[Row]:
         yield compared(
             "attention", case, "ms", found[case], better="smaller", baseline=BASELINE, theirs=found[BASELINE], note=note
         )
-    for case, run in (("int4", int4), ("bf16", full)):
+    yield from _thread_rows(name, scene, options)
+    for case, cold in (("int4", every), ("mixed", hot), ("bf16", None)):
+        yield _error_row(f"{case}_{name}_error", scene, cold)
+
+
+def _thread_rows(name: str, scene: _Scene, options: Options) -> Iterator[Row]:
+    """Wall time with two threads beside one: on an idle machine, and as far as two cores read more than one."""
+    from quant import native
+
+    best = native.available_paths()[0]
+    for case, cold in (("int4", range(scene.blocks)), ("bf16", None)):
+        run = scene.attend(cold)
         both = {"one": _on_path(best, run), "two": _on_path(best, run, 2)}
         walls = _measure(both, {}, ROUNDS_FACTOR * options.rounds, time.perf_counter)
         yield compared(
             "attention", f"{case}_{name}_two_threads_vs_one", "ms", walls["two"],
             better="smaller", baseline="one thread", theirs=walls["one"],
         )  # fmt: skip
-    for case, cold in (("int4", every), ("mixed", hot), ("bf16", None)):
-        yield _error_row(f"{case}_{name}_error", scene, cold)
 
 
 def _latent_rows(context: int, options: Options) -> Iterator[Row]:
