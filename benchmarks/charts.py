@@ -14,6 +14,7 @@ from html import escape
 from benchmarks.rows import Row, shown
 from benchmarks.targets import State, Verdict
 
+_CAPTION_LETTERS = 120
 _WIDTH, _NAMES, _TEXTS = 900, 330, 190
 _TOP, _BAR, _STEP, _BOTTOM = 58, 16, 26, 30
 _STYLE = """
@@ -82,9 +83,11 @@ def _chart(title: str, caption: str, bars: Sequence[_Bar]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{escape(title)}">',
+        f"<title>{escape(title)}</title>",
+        f"<desc>{escape(caption)}</desc>",
         f"<style>{_STYLE}</style>",
         f'<text class="title" x="8" y="20">{escape(title)}</text>',
-        f'<text class="soft" x="8" y="38">{escape(caption)}</text>',
+        f'<text class="soft" x="8" y="38">{escape(_shortened(caption))}</text>',
     ]
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{place(tick):.1f}" x2="{place(tick):.1f}" y1="{_TOP}" y2="{bottom}"/>')
@@ -93,6 +96,11 @@ def _chart(title: str, caption: str, bars: Sequence[_Bar]) -> str:
         parts += _bar(bar, _TOP + _STEP * number + (_STEP - _BAR) / 2, place)
     parts.append(f'<line class="asked" x1="{place(1):.1f}" x2="{place(1):.1f}" y1="{_TOP - 6}" y2="{bottom}"/>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _shortened(caption: str) -> str:
+    """As much as fits on a line; all of it is in the description."""
+    return caption if len(caption) <= _CAPTION_LETTERS else caption[: _CAPTION_LETTERS - 1].rstrip() + "…"
 
 
 def _bar(bar: _Bar, top: float, place: Callable[[float], float]) -> list[str]:
