@@ -71,7 +71,7 @@ class LowerTier:
         self._wanted: deque[_Fetch] = deque()
         self._fetching: dict[tuple[int, CopyKey], _Fetch] = {}
         self._running: dict[int, Callable[[Sequence[ResultCode]], None]] = {}
-        self._spilling = 0
+        self._spilling: dict[CopyKey, bool] = {}  # under way -> was dropped meanwhile
         self._stop = False
         self._wake = threading.Event()
         tier.set_waker(self._wake.set)
@@ -126,7 +126,14 @@ class LowerTier:
         return (id(arena), key) in self._fetching
 
     def delete(self, form: Form, hashes: Sequence[bytes]) -> int:
-        return 0 if self.is_dropped else self.tier.delete(form.lower_template.with_hashes(hashes))
+        """Copies that are on their way down go when they have arrived."""
+        keys = form.lower_template.with_hashes(hashes)
+        with self._lock:
+            self._purge()
+            for key in keys:
+                if key in self._spilling:
+                    self._spilling[key] = True
+        return 0 if self.is_dropped else self.tier.delete(keys)
 
     def clear(self, roots: set[bytes], *, all_allowed: bool) -> None:
         """Drop every copy of these (lower) roots. TierError where that takes clearing all and that is not allowed."""
@@ -145,18 +152,24 @@ class LowerTier:
     def _settle(self) -> None:
         """Let go of what waits and was dropped above, and wait a while for what is under way."""
         with self._lock:
-            kept = [(arena, entry) for arena, entry in self._queue if entry.is_linked]
-            gone = [pair for pair in self._queue if not pair[1].is_linked]
-            self._queue = deque(kept)
-            for arena, entry in gone:
-                self._let_go(arena, entry)
+            self._purge()
+            for key in self._spilling:
+                self._spilling[key] = True
         until = time.monotonic() + _SETTLE_SECONDS
         while (self._spilling or self._fetching) and time.monotonic() < until and self._thread.is_alive():
             time.sleep(0.0005)
 
+    def _purge(self) -> None:
+        """Nothing that is fenced is evicted: what is found no more was dropped on purpose. Under the lock."""
+        gone = [pair for pair in self._queue if not pair[1].is_linked]
+        if gone:
+            self._queue = deque(pair for pair in self._queue if pair[1].is_linked)
+            for arena, entry in gone:
+                self._let_go(arena, entry)
+
     @property
     def depths(self) -> dict[str, int]:
-        return {"spill": len(self._queue) + self._spilling, "fetch": len(self._fetching)}
+        return {"spill": len(self._queue) + len(self._spilling), "fetch": len(self._fetching)}
 
     # lifecycle -------------------------------------------------------------------------------------------------------
 
@@ -213,29 +226,27 @@ class LowerTier:
     def _start_spills(self) -> None:
         with self._lock:
             batch = [self._queue.popleft() for _ in range(min(_BATCH_COPIES, len(self._queue)))]
-            self._spilling = len(batch)
+            self._spilling = {self._lower_key(entry): False for _, entry in batch}
         items = []
         for arena, entry in batch:
             payload = taken_out(entry)
-            if isinstance(payload, FrameFault):
-                self.counts[f"corrupt_{payload}"] += 1
-                with self._lock:
+            if not isinstance(payload, FrameFault):
+                items.append(PutItem(self._lower_key(entry), [payload], entry.parent))
+            with self._lock:
+                if isinstance(payload, FrameFault):
+                    self.counts[f"corrupt_{payload}"] += 1
                     if entry.is_linked:
                         arena.unlink(entry)
-            else:
-                items.append(PutItem(entry.form.lower_template.with_hash(entry.key.hash), [payload], entry.parent))
+                self._let_go(arena, entry)
 
         def finish(results: Sequence[ResultCode]) -> None:
             self.counts["spilled"] += results.count(ResultCode.OK)
             self.counts["spills_failed"] += len(results) - results.count(ResultCode.OK)
-            with self._lock:  # while fenced nothing is evicted: what is not found any more was dropped on purpose
-                dropped = [entry.form.lower_template.with_hash(entry.key.hash) for _, entry in batch if not entry.is_linked]
+            with self._lock:
+                dropped = [key for key, is_dropped in self._spilling.items() if is_dropped]
+                self._spilling = {}
             if dropped:
                 self.tier.delete(dropped)
-            with self._lock:
-                for arena, entry in batch:
-                    self._let_go(arena, entry)
-                self._spilling = 0
 
         if not items:
             finish([])
@@ -247,13 +258,17 @@ class LowerTier:
             raise
         self._running[transfer.id] = finish
 
+    @staticmethod
+    def _lower_key(entry: ArenaEntry) -> CopyKey:
+        return entry.form.lower_template.with_hash(entry.key.hash)
+
     def _start_fetches(self) -> None:
         with self._lock:
             wanted = list(self._wanted)
             self._wanted.clear()
         for fetch in wanted:
             entry = fetch.entry
-            key = entry.form.lower_template.with_hash(entry.key.hash)
+            key = self._lower_key(entry)
 
             def finish(results: Sequence[ResultCode], fetch: _Fetch = fetch) -> None:
                 self._finish_fetch(fetch, results[0])
