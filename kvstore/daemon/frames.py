@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
 from kvstore.frame import FrameFault, FrameSpec, parse_header
 from kvstore.frame_build import build_joined_header
-from kvstore.frame_layout import cache_chunks
 from kvstore.tier import ByteRow
+from quant.native.checksum import Checksum
 
 
 def write_frame(memory: ByteRow, offset: int, spec: FrameSpec, rows: Sequence[ByteRow]) -> None:
     """Copy payload pieces behind their header's place, then write the header over what arrived."""
     header_bytes = spec.header_bytes(1)
-    at, state = offset + header_bytes, xxhash.xxh3_128()
+    at, state = offset + header_bytes, Checksum()
     for row in rows:
-        for start, stop in cache_chunks(0, row.nbytes):
-            target = memory[at : at + stop - start]
-            np.copyto(target, row[start:stop])
-            state.update(target.data)
-            at += stop - start
+        state.copy(row, memory[at : at + row.nbytes])
+        at += row.nbytes
     payload = memory[offset + header_bytes : at]
     header = build_joined_header(spec, [payload], state.digest())
     memory[offset : offset + header_bytes] = np.frombuffer(header, np.uint8)
@@ -39,13 +35,8 @@ def read_frame(frame: ByteRow, spec: FrameSpec, rows: Sequence[ByteRow]) -> Fram
         return header
     if len(header.segments) != 1:
         return FrameFault.TABLE
-    if len(rows) == 1:
-        return header.copy_payload(frame[header.header_bytes :], rows[0])
-    at, state = header.header_bytes, xxhash.xxh3_128()
+    at, state = header.header_bytes, Checksum()
     for row in rows:
-        for start, stop in cache_chunks(0, row.nbytes):
-            target = row[start:stop]
-            np.copyto(target, frame[at : at + stop - start])
-            state.update(target.data)
-            at += stop - start
+        state.copy(frame[at : at + row.nbytes], row)
+        at += row.nbytes
     return None if state.digest() == header.segments[0].checksum else FrameFault.PAYLOAD_CHECKSUM
