@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.config import KVStoreConfig
-from kvstore.daemon import DaemonSettings, DaemonTier, protocol
+from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
+from kvstore.daemon.session import Session
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
 
@@ -94,12 +96,23 @@ class ServeProcess:
 class RawClient:
     """A connection that may say anything."""
 
-    def __init__(self, path: str, *, hello: bool = True, timeout: float = 5.0) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(
+        self, path: str, *, hello: bool = True, timeout: float = 5.0, sock: socket.socket | None = None
+    ) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if sock is None else sock
         self.sock.settimeout(timeout)
-        self.sock.connect(path)
+        if sock is None:
+            self.sock.connect(path)
         self.seq = 0
         self.welcome = self.ask(protocol.Hello, protocol.MAGIC, protocol.VERSION, "raw") if hello else None
+
+    @classmethod
+    def beside(cls, daemon: Daemon, *, hello: bool = True) -> RawClient:
+        """A session without the listening socket and its limits."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        session = Session(daemon.core, theirs, os.geteuid(), os.getpid(), -1, lambda: 1)
+        threading.Thread(target=session.serve, daemon=True).start()
+        return cls("", hello=hello, sock=ours)
 
     def ask(self, kind: type[protocol.Request], *fields: Any) -> Any:
         self.seq += 1
