@@ -117,6 +117,11 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         """Bytes of the segments that this arena has, used or not."""
         return len(self.segments) * self.segment_bytes
 
+    @property
+    def is_recalling(self) -> bool:
+        """A client has been asked for a segment."""
+        return any(one.is_recalled for one in self.segments.values())
+
     def tenant(self, name: str) -> Tenant:
         found = self.tenants.get(name)
         if found is None:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -289,7 +290,8 @@ class Link:
             set_timeout(sock, socket.SO_SNDTIMEO, self.timeout_seconds)
             set_timeout(sock, socket.SO_RCVTIMEO, self.timeout_seconds)
             sock.connect(self.path)
-            sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, self.name[:64])))
+            with suppress(BrokenPipeError):  # refused already: the answer says why
+                sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, self.name[:64])))
             answer = protocol.decode_answer(sock.recv(protocol.LONGEST_BYTES))
             if not isinstance(answer, protocol.Welcome):
                 cause = answer.cause if isinstance(answer, protocol.Refused) else 0

@@ -114,6 +114,8 @@ class LowerTier:
             return Place.MISS
         entry = arena.reserve(holder, form, key, form.header_bytes + payload_bytes, None)
         if isinstance(entry, Place):
+            if entry is Place.FULL and arena.is_recalling:
+                return Place.PENDING  # there will be room when a client has returned a segment
             self.counts["fetches_without_room"] += 1
             return Place.MISS
         fetch = _Fetch(arena, entry, arena.generation)
