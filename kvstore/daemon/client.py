@@ -22,7 +22,7 @@ from typing import Any
 from allocator.errors import ConfigError, TierError, UsageError
 from kvstore.copy_key import CopyKey
 from kvstore.daemon import protocol
-from kvstore.daemon.frames import read_frame, write_frame
+from kvstore.daemon.frames import FrameForm, FrameForms
 from kvstore.daemon.link import Link, LinkDownError, RefusedByDaemonError
 from kvstore.daemon.protocol import PLACE, Place
 from kvstore.daemon.settings import default_socket_path
@@ -30,7 +30,6 @@ from kvstore.executor import Executor, ThreadExecutor
 from kvstore.frame_layout import FrameSpec
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
-from kvstore.redis_frames import Specs
 from kvstore.tier import Job, ResultCode, Transfer
 
 _POLL_SECONDS = (0.0002, 0.005)  # while a lower tier brings copies up
@@ -65,7 +64,7 @@ class DaemonTier(QueuedTier):
                 "up to 60 and up to 3600"
             )
         super().__init__(name, executor)
-        self._specs = Specs(specs)
+        self._forms = FrameForms(specs)
         self._families: dict[tuple[object, ...], FrameSpec] = {}
         self._tenant = tenant
         self._fetch_seconds = fetch_seconds
@@ -250,20 +249,20 @@ class DaemonTier(QueuedTier):
             return
         first = [jobs[place] for place in wanted.values()]
         form = self._form(first[0].key)
-        specs = [self._specs.of(job.key, job.size_bytes) for job in first]
+        forms = [self._forms.of(job.key, job.size_bytes) for job in first]
         request = partial(
             protocol.Reserve,
             form=form,
             hashes=b"".join([job.key.hash for job in first]),
             parents=b"".join([job.parent or job.key.root for job in first]),
-            frame_bytes=[spec.frame_bytes(1) for spec in specs],
+            frame_bytes=[one.frame_bytes for one in forms],
         )
         granted = list(PLACE.iter_unpack(self.link.call(request, protocol.Places).places))
         outcome = {Place.THERE: ResultCode.OK, Place.FULL: ResultCode.FULL, Place.TOO_LARGE: ResultCode.TOO_LARGE}
         codes = [outcome.get(one[0], ResultCode.FAILED) for one in granted]
         writing = [index for index, one in enumerate(granted) if one[0] == Place.GRANTED]
         if writing:
-            self._write(first, specs, granted, writing, codes)
+            self._write(first, forms, granted, writing, codes)
         by_key = {job.key: code for job, code in zip(first, codes, strict=True)}
         for place in places:
             if jobs[place].size_bytes:
@@ -272,7 +271,7 @@ class DaemonTier(QueuedTier):
     def _write(
         self,
         jobs: list[Job],
-        specs: list[FrameSpec],
+        forms: list[FrameForm],
         granted: list[tuple[Any, ...]],
         writing: list[int],
         codes: list[ResultCode],
@@ -284,7 +283,7 @@ class DaemonTier(QueuedTier):
             memory = self.link.memory(segments, writable=True)
             for index in writing:
                 _, segment, offset, _ = granted[index]
-                write_frame(memory[segment], offset, specs[index], jobs[index].rows)
+                forms[index].write(jobs[index].key, memory[segment], offset, jobs[index].rows)
         except BaseException:
             self.link.tell(partial(protocol.Abandon, leases=leases))
             raise
@@ -355,12 +354,12 @@ class DaemonTier(QueuedTier):
         suspects: list[CopyKey] = []
         for place, (_, segment, offset, frame_bytes) in found:
             job = jobs[place]
-            spec = self._specs.of(job.key, job.size_bytes) if job.size_bytes else None
-            if spec is None or frame_bytes != spec.frame_bytes(1):
+            form = self._forms.of(job.key, job.size_bytes) if job.size_bytes else None
+            if form is None or frame_bytes != form.frame_bytes:
                 self._count("size_mismatch")
                 results[place] = ResultCode.CORRUPT
                 continue
-            fault = read_frame(memory[segment][offset : offset + frame_bytes], spec, job.rows)
+            fault = form.read(job.key, memory[segment][offset : offset + frame_bytes], job.rows)
             results[place] = ResultCode.OK if fault is None else ResultCode.CORRUPT
             if fault is not None:
                 self._count(f"corrupt_{fault}")
@@ -379,7 +378,7 @@ class DaemonTier(QueuedTier):
         family = key.family
         spec = self._families.get(family)
         if spec is None:
-            spec = self._families[family] = self._specs.of(key, 1)
+            spec = self._families[family] = self._forms.of(key, 1).spec
         return self.link.form(spec, self._tenant)
 
     def _after_fork(self) -> None:
