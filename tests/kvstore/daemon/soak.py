@@ -26,9 +26,9 @@ from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
 from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, until
 
 CLIENTS = 8
-_KEYS = 4000
+_KEYS = 1500
 _SIZES = (3000, 20_000, 60_000)
-_WARM_UP = 0.2  # share of the time after which memory is first looked at
+_WARM_UP = 0.4  # share of the time after which memory is first looked at
 
 
 def client(path: str, seed: int) -> int:
@@ -86,7 +86,7 @@ def soak(seconds: float, *, kill_seconds: float = 1.0, clients: int = CLIENTS) -
     """What came of it; AssertionError when something was wrong or left."""
     with tempfile.TemporaryDirectory(prefix="kvstore-soak-") as folder:
         path = Path(folder) / "d.sock"
-        arguments = ("--host-bytes", "48 MiB", "--disk-path", f"{folder}/disk", "--disk-bytes", "256 MiB")
+        arguments = ("--host-bytes", "24 MiB", "--disk-path", f"{folder}/disk", "--disk-bytes", "256 MiB")
         server = ServeProcess(path, *arguments)
         draw, seed, kills = random.Random(1), clients, 0
         running = [start_client(str(path), n) for n in range(clients)]
