@@ -42,14 +42,14 @@ _INT4_NOTE = (
     "baseline is one memmove of the bf16 bytes."
 )
 _LOOKUP_NOTE = (
-    "Round trip of a lookup of 16 hashes that are all there, median, client and daemon on one core. The baseline is the "
-    "limit of 20 us. (`lookup16_anywhere`: on any core; waking another core of a virtual machine costs more than the "
-    "lookup.)"
+    "Round trip of a lookup of 16 hashes that are all there, median, client and daemon on one core. The baseline is "
+    "the limit of 20 us. (`lookup16_anywhere`: on any core; waking another core of a virtual machine costs more than "
+    "the lookup.)"
 )
 _RATE_NOTE = "8 client processes on all cores, lookups of 16 hashes; the baseline is 25,000 a second."
 _PROMPT_NOTE = (
-    "A prompt of 32,768 tokens in 2,048 blocks, all there: hash chain from token ids and leading run. The baseline is the "
-    "limit."
+    "A prompt of 32,768 tokens in 2,048 blocks, all there: hash chain from token ids and leading run. The baseline is "
+    "the limit."
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -106,7 +106,7 @@ def moved(tier: Tier, items: Sequence[PutItem] | Sequence[GetItem]) -> float:
     submit = tier.submit_put if isinstance(items[0], PutItem) else tier.submit_get
     watch = Stopwatch()
     with watch:
-        submit(items)  # type: ignore[operator]
+        submit(items)
         (done,) = tier.poll()
     if set(done.results) != {ResultCode.OK}:
         raise RuntimeError(f"a transfer ended as {sorted(set(done.results))}: {tier.counters()}")

@@ -18,9 +18,9 @@ _TOKENS = 512
 _TOKEN_BYTES = 128 << 10
 _BLOCK_TOKENS = 16
 _NOTE = (
-    "512 tokens of an 8B model in bf16, 64 MiB, wall time, each through its own daemon's shared memory; LMCache's lookup "
-    "is not counted. It copies between vLLM's paged tensors and chunks of 256 tokens and checks nothing; ours are blocks "
-    "of one run of bytes each, as its slab has them, and every read is checked."
+    "512 tokens of an 8B model in bf16, 64 MiB, wall time, each through its own daemon's shared memory; LMCache's "
+    "lookup is not counted. It copies between vLLM's paged tensors and chunks of 256 tokens and checks nothing; ours "
+    "are blocks of one run of bytes each, as a slab has them, and every read is checked."
 )
 
 

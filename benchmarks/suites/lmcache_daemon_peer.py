@@ -74,9 +74,7 @@ class LmcacheDaemonSide:
     def _key(self, *, reader: bool) -> Any:
         tokens = tuple(range(self._round, self._round + self._tokens))
         names = {"model_name": _MODEL, "world_size": 1, "worker_id": None if reader else 0, "token_ids": tokens}
-        return IPCCacheServerKey(
-            **names, start=0, end=self._tokens, request_id=f"r{self._round}", num_kv_readers=1
-        )
+        return IPCCacheServerKey(**names, start=0, end=self._tokens, request_id=f"r{self._round}", num_kv_readers=1)
 
     def mode(self) -> float:
         """1 when its payload goes through shared memory."""

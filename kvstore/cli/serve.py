@@ -69,7 +69,7 @@ def serve(
 
 
 def _few_heaps() -> None:
-    """glibc gives every few threads a heap of their own and keeps what each once needed; a thread a client makes many."""
+    """glibc gives threads heaps of their own and keeps what each once needed; a thread a client makes many."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)

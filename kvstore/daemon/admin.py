@@ -18,7 +18,7 @@ class Admin:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._pins: dict[str, Holder] = {}
+        self._pins: dict[str, tuple[float, Holder]] = {}  # name -> its end, by the core's clock
 
     def flush(self, root: bytes, *, domain: str = "") -> int:
         """Drop every copy of a namespace (identity root) from every tier; how many went from the arena."""
@@ -46,16 +46,35 @@ class Admin:
         """Keep a prefix in the arena for a while, as much of it as fits the budget. `name` is for unpin."""
         if not 0 < seconds <= 30 * 86400 or budget_bytes < 0:
             raise UsageError(f"pin: got {seconds!r} seconds and {budget_bytes!r} bytes; expected up to 30 days, >= 0")
-        copies, used, holder = self._core.pin_until(domain, keys, self._core.clock() + seconds, budget_bytes)
-        if name in self._pins:
-            self._core.unpin_operator(self._pins[name])
-        self._pins[name] = holder
-        return {"name": name, "copies": copies, "pinned_bytes": used, "seconds": seconds}
+        core, total = self._core, 0
+        self.unpin(name)
+        with core.lock:
+            holder, fitting = core.stranger(domain, "operator"), list[CopyKey]()
+            for key in keys:
+                entry = holder.arena.find(key)
+                if entry is None or total + entry.slot_bytes > budget_bytes:
+                    break
+                fitting.append(key)
+                total += entry.slot_bytes
+            core.book.pin(holder, fitting)
+            self._pins[name] = core.clock() + seconds, holder
+        return {"name": name, "copies": len(fitting), "pinned_bytes": total, "seconds": seconds}
 
     def unpin(self, name: str = "") -> bool:
         """Give pins back early; False when none of that name are held."""
-        holder = self._pins.pop(name, None)
-        return holder is not None and self._core.unpin_operator(holder) > 0
+        core = self._core
+        with core.lock:
+            _, holder = self._pins.pop(name, (0.0, None))
+            if holder is not None:
+                core.book.end(holder, is_dead=True)
+        return holder is not None
+
+    def tick(self) -> None:
+        """Pins whose time is up. Called a few times a second."""
+        now = self._core.clock()
+        for name, (until, _) in list(self._pins.items()):
+            if until <= now:
+                self.unpin(name)
 
     def set_quota(self, tenant: str, quota_bytes: int) -> None:
         """0: none. What is over it goes when the tenant stores next."""

@@ -312,9 +312,7 @@ class DaemonTier(QueuedTier):
                 self._count("get_refused", len(places))
         return results
 
-    def _get_run(
-        self, transfer: Transfer, jobs: Sequence[Job], places: list[int], results: list[ResultCode]
-    ) -> None:
+    def _get_run(self, transfer: Transfer, jobs: Sequence[Job], places: list[int], results: list[ResultCode]) -> None:
         """Copies of one form; those that come from a lower tier are asked for again until they are there."""
         until, pause = time.monotonic() + self._fetch_seconds, _POLL_SECONDS[0]
         form = self._form(jobs[places[0]].key)
@@ -345,9 +343,7 @@ class DaemonTier(QueuedTier):
                 pause = min(_POLL_SECONDS[1], 1.5 * pause)
                 form = self._form(jobs[places[0]].key)
 
-    def _read(
-        self, jobs: Sequence[Job], found: list[tuple[int, tuple[Any, ...]]], results: list[ResultCode]
-    ) -> None:
+    def _read(self, jobs: Sequence[Job], found: list[tuple[int, tuple[Any, ...]]], results: list[ResultCode]) -> None:
         if not found:
             return
         memory = self.link.memory([one[1] for _, one in found], writable=False)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from allocator.errors import TierError
-from kvstore.copy_key import CopyKey
-from kvstore.daemon.arena import ArenaEntry, ArenaIndex, ArenaSegment, SegmentPool
+from kvstore.daemon.arena import ArenaIndex, ArenaSegment
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier, taken_out
 from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
+from kvstore.daemon.segment_pool import SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
 from kvstore.frame import FrameFault
@@ -58,7 +58,6 @@ class Core:
         self.quotas = dict(settings.tenant_quotas)
         self._numbers = count(1)
         self._daemons: dict[str, Holder] = {}
-        self._admin_pins: list[tuple[float, Holder]] = []
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
         self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
         self._prepare = threading.Event()
@@ -77,6 +76,10 @@ class Core:
             for name, quota in self.quotas.items():
                 found.tenant(name).quota_bytes = quota
         return found
+
+    def stranger(self, domain: str, name: str) -> Holder:
+        """A holder that is no client: an operator's pins. Under the lock."""
+        return Holder(next(self._numbers), self.arena(domain), name)
 
     def join(self, name: str, uid: int, pid: int, pid_fd: int) -> Holder:
         with self.lock:
@@ -312,33 +315,6 @@ class Core:
             if not self.book.unpin(holder, form.template.with_hashes(hashes)):
                 raise RefusedError(Cause.PINS, "a copy was not pinned as often by this connection")
 
-    def pin_until(
-        self, domain: str, keys: Sequence[CopyKey], until: float, budget_bytes: int
-    ) -> tuple[int, int, Holder]:
-        """For an operator: pins until a time of the clock, as long as they fit the budget: copies, bytes, their holder."""
-        with self.lock:
-            arena = self.arena(domain)
-            holder = Holder(next(self._numbers), arena, "operator")
-            fitting, total = [], 0
-            for key in keys:
-                entry = arena.find(key)
-                if entry is None or total + entry.slot_bytes > budget_bytes:
-                    break
-                fitting.append(key)
-                total += entry.slot_bytes
-            self.book.pin(holder, fitting)
-            self._admin_pins.append((until, holder))
-            return len(fitting), total, holder
-
-    def unpin_operator(self, holder: Holder | None = None) -> int:
-        """Give one operator's pins back, or all (None), or (by tick) those whose time is up."""
-        with self.lock:
-            ending = [one for _, one in self._admin_pins if holder is None or one is holder]
-            self._admin_pins = [pair for pair in self._admin_pins if pair[1] not in ending]
-            for one in ending:
-                self.book.end(one, is_dead=True)
-            return len(ending)
-
     # segments --------------------------------------------------------------------------------------------------------
 
     def descriptors(self, holder: Holder, numbers: Sequence[int], *, writable: bool) -> tuple[list[int], list[int]]:
@@ -409,13 +385,9 @@ class Core:
     # time ------------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Leases and pins whose time is up. Called a few times a second."""
-        now = self.clock()
+        """Leases whose time is up. Called a few times a second."""
         with self.lock:
-            self.book.expire(now)
-        for until, holder in list(self._admin_pins):
-            if until <= now:
-                self.unpin_operator(holder)
+            self.book.expire(self.clock())
 
     def close(self, drain_seconds: float) -> bool:
         """Drain and close the lower tiers, give the memory back; whether all was written down."""
@@ -437,7 +409,3 @@ class Core:
                 for segment in arena.segments.values():
                     segment.memory.close()
         return drained
-
-    def entries_of(self, arena: ArenaIndex) -> list[ArenaEntry]:
-        """Every copy that can be found there. Under the lock."""
-        return arena.linked()

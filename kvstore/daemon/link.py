@@ -132,7 +132,10 @@ class Link:
             return number
 
     def _call(
-        self, make: Callable[[int], protocol.Request], expected: type[_Answer], receive: Callable[[], protocol.AnyAnswer]
+        self,
+        make: Callable[[int], protocol.Request],
+        expected: type[_Answer],
+        receive: Callable[[], protocol.AnyAnswer],
     ) -> _Answer:
         seq = self._send(make)
         while True:

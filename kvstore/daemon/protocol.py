@@ -78,7 +78,7 @@ class Request(Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fie
     seq: _Number
 
 
-class Hello(Request, tag=1):
+class Hello(Request, tag=1, frozen=True):
     """First message of a connection."""
 
     magic: _Name
@@ -86,7 +86,7 @@ class Hello(Request, tag=1):
     client: _Name
 
 
-class Form(Request, tag=2):
+class Form(Request, tag=2, frozen=True):
     """Names what a run of copies has in common, as number `form` of this connection: a CopyKey but for its hash, and
     what its frames say. `tenant`: whose quota it counts against, "" for the uid's own."""
 
@@ -105,21 +105,21 @@ class Form(Request, tag=2):
     tenant: _Name = ""
 
 
-class Run(Request, tag=3):
+class Run(Request, tag=3, frozen=True):
     """How many of these hashes, from the first on, are stored?"""
 
     form: _Index
     hashes: _Hashes
 
 
-class Contains(Request, tag=4):
+class Contains(Request, tag=4, frozen=True):
     """Which of these hashes are stored, one byte each (0: no, 1: yes, 2: a lower tier is still looking)."""
 
     form: _Index
     hashes: _Hashes
 
 
-class Acquire(Request, tag=5):
+class Acquire(Request, tag=5, frozen=True):
     """Read leases: where the frames of these copies lie. One lease for all that are granted."""
 
     form: _Index
@@ -127,13 +127,13 @@ class Acquire(Request, tag=5):
     payload_bytes: Annotated[list[_Bytes], Meta(max_length=PAGE_ITEMS)]
 
 
-class Release(Request, tag=6):
+class Release(Request, tag=6, frozen=True):
     """Read leases end. No answer."""
 
     leases: _Numbers
 
 
-class Reserve(Request, tag=7):
+class Reserve(Request, tag=7, frozen=True):
     """Write leases: places for new copies. `parents` holds the hash of each block before; the root: none."""
 
     form: _Index
@@ -142,75 +142,75 @@ class Reserve(Request, tag=7):
     frame_bytes: Annotated[list[_Bytes], Meta(max_length=PAGE_ITEMS)]
 
 
-class Publish(Request, tag=8):
+class Publish(Request, tag=8, frozen=True):
     """The frames of these write leases are whole. One byte each in the answer: 1 if the copy can be found now."""
 
     leases: _Numbers
 
 
-class Abandon(Request, tag=9):
+class Abandon(Request, tag=9, frozen=True):
     """These write leases end with nothing written that counts; their holder writes there no more. No answer."""
 
     leases: _Numbers
 
 
-class Touch(Request, tag=10):
+class Touch(Request, tag=10, frozen=True):
     """A use elsewhere. No answer."""
 
     form: _Index
     hashes: _Hashes
 
 
-class Delete(Request, tag=11):
+class Delete(Request, tag=11, frozen=True):
     """Drop copies, in lower tiers too."""
 
     form: _Index
     hashes: _Hashes
 
 
-class Clear(Request, tag=12):
+class Clear(Request, tag=12, frozen=True):
     """Drop every copy of the roots that this connection has named, pins included, in lower tiers too."""
 
 
-class Pin(Request, tag=13):
+class Pin(Request, tag=13, frozen=True):
     """Keep copies in the arena until Unpin or the connection's end, one count each."""
 
     form: _Index
     hashes: _Hashes
 
 
-class Unpin(Request, tag=14):
+class Unpin(Request, tag=14, frozen=True):
     """Give pins of this connection back; all or none."""
 
     form: _Index
     hashes: _Hashes
 
 
-class Suspect(Request, tag=15):
+class Suspect(Request, tag=15, frozen=True):
     """These copies did not check out after copying: look at them. No answer."""
 
     form: _Index
     hashes: _ItemHashes
 
 
-class Map(Request, tag=16):
+class Map(Request, tag=16, frozen=True):
     """Descriptors of segments, in order, with the answer. writable: of segments leased to this client only."""
 
     segments: Annotated[list[_Number], Meta(max_length=MOST_FDS)]
     writable: bool
 
 
-class Return(Request, tag=17):
+class Return(Request, tag=17, frozen=True):
     """These segments, leased for writing, are mapped writable no longer. No answer."""
 
     segments: _Numbers
 
 
-class Ping(Request, tag=18):
+class Ping(Request, tag=18, frozen=True):
     """Sent when idle; the answer says what the client has to let go."""
 
 
-class Goodbye(Request, tag=19):
+class Goodbye(Request, tag=19, frozen=True):
     """The client lets everything go and holds no mapping. The daemon closes the connection."""
 
 
@@ -245,7 +245,7 @@ class Answer(Struct, array_like=True, frozen=True, gc=False):
     seq: _Number
 
 
-class Welcome(Answer, tag=64):
+class Welcome(Answer, tag=64, frozen=True):
     """boot: 16 bytes, new with every start of the daemon; leases, segments and forms of another boot mean nothing."""
 
     version: _Small
@@ -255,7 +255,7 @@ class Welcome(Answer, tag=64):
     write_lease_seconds: float
 
 
-class Count(Answer, tag=65):
+class Count(Answer, tag=65, frozen=True):
     """Run: hashes that are stored, and how many of the rest a lower tier is still looking up. Delete: copies. Form,
     Clear, Unpin: 0."""
 
@@ -263,26 +263,26 @@ class Count(Answer, tag=65):
     pending: _Number = 0
 
 
-class Flags(Answer, tag=66):
+class Flags(Answer, tag=66, frozen=True):
     """Contains, Publish, Pin: one byte a copy."""
 
     flags: bytes
 
 
-class Places(Answer, tag=67):
+class Places(Answer, tag=67, frozen=True):
     """Acquire, Reserve: PLACE records, one a copy; `lease`: of all granted ones (acquire), 0 where each has its own."""
 
     lease: _Number
     places: bytes
 
 
-class Segments(Answer, tag=68):
+class Segments(Answer, tag=68, frozen=True):
     """Map: lengths, in the order asked; the descriptors come beside, MOST_FDS at most."""
 
     sizes: list[_Bytes]
 
 
-class Pong(Answer, tag=69):
+class Pong(Answer, tag=69, frozen=True):
     """used_bytes and capacity_bytes of the arena; recalled: segments to return; live: segments that still exist."""
 
     used_bytes: _Bytes
@@ -291,7 +291,7 @@ class Pong(Answer, tag=69):
     live: list[_Number]
 
 
-class Refused(Answer, tag=70):
+class Refused(Answer, tag=70, frozen=True):
     """The request did nothing. The connection stays, unless the cause says that it cannot be trusted."""
 
     cause: Annotated[int, Meta(ge=0, lt=1 << 16)]

@@ -67,7 +67,7 @@ class Daemon:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             listener.bind(str(self.path))
-            os.chmod(self.path, 0o600 if self.settings.is_private else 0o666)  # noqa: S103 - SO_PEERCRED decides
+            os.chmod(self.path, 0o600 if self.settings.is_private else 0o666)
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
@@ -185,6 +185,7 @@ class Daemon:
                     session.interrupt()
             self.core.reap(lambda holder: has_died(holder.pid_fd))
             self.core.tick()
+            self.admin.tick()
             if time.monotonic() >= next_share:
                 next_share = time.monotonic() + 0.5
                 busy = [one for one in sessions if one.request_count - before.get(one, 0) > 50]

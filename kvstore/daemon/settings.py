@@ -52,7 +52,9 @@ def _quotas(value: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(value, Mapping | tuple | list):
         raise _RefusedError
     found = tuple((name, _size(quota)) for name, quota in pairs)
-    if not all(isinstance(name, str) and len(name) <= 64 and name.isascii() and name.isprintable() for name, _ in found):
+    if not all(
+        isinstance(name, str) and len(name) <= 64 and name.isascii() and name.isprintable() for name, _ in found
+    ):
         raise _RefusedError
     return found
 
@@ -75,7 +77,9 @@ class DaemonSettings:
     """Shared memory is given out in pieces of this size, the longest that a frame may be; 0: chosen from host_bytes."""
     allowed_uids: tuple[int, ...] = _key((), _UID_TEXT, _uids)
     """Who may connect besides the daemon's own user."""
-    domains: tuple[tuple[str, tuple[int, ...]], ...] = _key((), "names, each with the user ids that trust each other", _domains)
+    domains: tuple[tuple[str, tuple[int, ...]], ...] = _key(
+        (), "names, each with the user ids that trust each other", _domains
+    )
     """Users that share an arena; every other user has one of their own."""
     quotas: tuple[tuple[str, int], ...] = _key((), "names of tenants, each with a byte count", _quotas)
     """Most bytes of a tenant's copies in the arena."""
@@ -157,7 +161,15 @@ class DaemonSettings:
     def to_mapping(self) -> dict[str, Any]:
         """What is in force, without secrets."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "store"}
-        kept = ("host_bytes", "host_prefault", "disk_path", "disk_bytes", "disk_sync", "redis_ttl_seconds", "redis_bytes")
+        kept = (
+            "host_bytes",
+            "host_prefault",
+            "disk_path",
+            "disk_bytes",
+            "disk_sync",
+            "redis_ttl_seconds",
+            "redis_bytes",
+        )
         return own | {name: getattr(self.store, name) for name in kept} | {"redis": bool(self.store.redis_url)}
 
 

@@ -28,7 +28,7 @@ FUZZ_INPUTS = 10_000
 FUZZ_INPUTS_LONG = 120_000
 
 
-@pytest.fixture()
+@pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon = Daemon(settings(tmp_path, segment_bytes=256 << 10, leases_per_client=512, clients_per_uid=24))
     daemon.start()

@@ -116,7 +116,11 @@ def soak(seconds: float, *, kill_seconds: float = 1.0, clients: int = CLIENTS) -
             code, errors = server.stop()
         assert (code, errors) == (0, ""), errors
         growth = end_rss / warm_rss - 1
-        return report | {"kills": kills, "transfers_of_the_last": transfers, "rss_growth": round(growth, 4)} | {"series": rss_series}
+        return (
+            report
+            | {"kills": kills, "transfers_of_the_last": transfers, "rss_growth": round(growth, 4)}
+            | {"series": rss_series}
+        )
 
 
 def finish(running: list[subprocess.Popen[str]]) -> int:

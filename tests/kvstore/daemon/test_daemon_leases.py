@@ -24,7 +24,7 @@ from tests.kvstore.daemon.kit import ROOT, RawClient, get, put, settings, until
 OK = ResultCode.OK
 
 
-@pytest.fixture()
+@pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     daemon = Daemon(settings(tmp_path, segment_bytes=256 << 10, lease_seconds=0.3, write_lease_seconds=0.3))
     daemon.start()
@@ -132,7 +132,8 @@ def test_a_killed_clients_leases_come_back_at_once_even_if_a_child_holds_its_soc
         "import os, sys, time; from tests.kvstore.daemon.kit import RawClient\n"
         "from kvstore.testing.transfer_contract import *; from kvstore.daemon import protocol\n"
         "c = RawClient(sys.argv[1]); c.form(); (one,) = c.reserve([key_of(5)]); c.ask(protocol.Publish, [one[3]])\n"
-        "c.reserve([key_of(6)]); c.ask(protocol.Acquire, 0, key_of(5).hash, [1]); c.ask(protocol.Pin, 0, key_of(5).hash)\n"
+        "c.reserve([key_of(6)]); c.ask(protocol.Acquire, 0, key_of(5).hash, [1])\n"
+        "c.ask(protocol.Pin, 0, key_of(5).hash)\n"
         "child = os.fork()\n"
         "print(child, flush=True) if child else None\n"
         "time.sleep(60)"

@@ -22,10 +22,16 @@ SLOT_BYTES = 4352  # a frame of 4 KiB and its header, as a slot
 ALICE, BOB = b"\x0a" * 32, b"\x0b" * 32
 
 
-@pytest.fixture()
+@pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     disk = DiskTier(tmp_path / "disk", 32 << 20, ThreadExecutor("disk"))
-    daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20, ), [disk])
+    daemon = Daemon(
+        settings(
+            tmp_path,
+            segment_bytes=1 << 20,
+        ),
+        [disk],
+    )
     daemon.start()
     yield daemon
     daemon.stop()
