@@ -19,7 +19,7 @@ from kvstore.daemon import Daemon, DaemonSettings
 
 _LONGEST_HOLD_SECONDS = 0.0005  # of Python's lock: a request must not wait for another one's 5 ms
 
-_M_ARENA_MAX = -8
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
 
 def serve(
@@ -68,16 +68,18 @@ def serve(
     raise typer.Exit(_run(settings, config, flags))
 
 
-def _few_heaps() -> None:
-    """glibc gives threads heaps of their own and keeps what each once needed; a thread a client makes many."""
+def _steady_heap() -> None:
+    """glibc gives threads heaps of their own and keeps what each once needed; a thread a client makes many. Few heaps,
+    and what is large beside them, so that it is given back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)
+        mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
 def _run(settings: DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
     sys.setswitchinterval(_LONGEST_HOLD_SECONDS)
-    _few_heaps()
+    _steady_heap()
     stop = threading.Event()
     reload = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -24,7 +24,7 @@ import msgspec
 from allocator.errors import TierError
 from kvstore.daemon import protocol
 from kvstore.daemon.protocol import Cause
-from kvstore.daemon.segments import map_for_reading, map_for_writing
+from kvstore.daemon.segments import abandon, map_for_reading, map_for_writing
 from kvstore.daemon.session import set_timeout
 from kvstore.frame_layout import FrameSpec
 from kvstore.tier import ByteRow
@@ -330,11 +330,12 @@ class Link:
         self._wake.set()
 
     def _after_fork(self) -> None:
-        """In the child: the connection, its thread and its mappings are the parent's."""
+        """In the child: the connection, its thread and its mappings are the parent's. Nothing is touched or unmapped."""
         sock = self._sock
         if sock is not None:
             sock.close()
-        self._readable.clear()  # the pages are not there: nothing is touched, only forgotten
+        for memory in (*self._readable.values(), *self._writable.values()):
+            abandon(memory)
         self._reset()
         if not self._closed:
             self._start_thread()

@@ -28,7 +28,7 @@ from kvstore.frame import FrameFault, build_joined_header, parse_header
 from kvstore.frame_build import joined_checksum
 from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier
 
-_BATCH_COPIES = 16
+_BATCH_COPIES, _BATCH_BYTES = 16, 16 << 20
 _SETTLE_SECONDS = 1.0
 _LOG = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class LowerTier:
         self._fetching: dict[tuple[int, CopyKey], _Fetch] = {}
         self._running: dict[int, Callable[[Sequence[ResultCode]], None]] = {}
         self._spilling: dict[CopyKey, bool] = {}  # under way -> was dropped meanwhile
+        self._scratch = np.empty(0, np.uint8)  # of the one batch that is under way
         self._stop = False
         self._wake = threading.Event()
         tier.set_waker(self._wake.set)
@@ -226,12 +227,19 @@ class LowerTier:
             self._wake.set()
 
     def _start_spills(self) -> None:
+        batch: list[tuple[ArenaIndex, ArenaEntry]] = []
         with self._lock:
-            batch = [self._queue.popleft() for _ in range(min(_BATCH_COPIES, len(self._queue)))]
+            total = 0
+            while self._queue and len(batch) < _BATCH_COPIES and (not batch or total < _BATCH_BYTES):
+                batch.append(self._queue.popleft())
+                total += batch[-1][1].size_bytes
             self._spilling = {self._lower_key(entry): False for _, entry in batch}
-        items = []
+        if self._scratch.nbytes < total:
+            self._scratch = np.empty(total, np.uint8)
+        items, at = [], 0
         for arena, entry in batch:
-            payload = taken_out(entry)
+            payload = taken_out(entry, self._scratch[at:])
+            at += entry.size_bytes
             if not isinstance(payload, FrameFault):
                 items.append(PutItem(self._lower_key(entry), [payload], entry.parent))
             with self._lock:

@@ -49,7 +49,6 @@ class SegmentMemory:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise CapacityError(size_bytes, 0, "bytes") from error
             raise
-        self._map.madvise(mmap.MADV_DONTFORK)
         self.memory: ByteRow = np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:
@@ -82,6 +81,12 @@ def map_for_writing(descriptor: int, size_bytes: int) -> ByteRow:
     mapped = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED | _populate(), mmap.PROT_READ | mmap.PROT_WRITE)
     mapped.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def abandon(memory: ByteRow) -> None:
+    """In a forked child, of a mapping that it did not inherit: never unmap it, since the child may have mapped something
+    else where the parent had it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
 def _check(descriptor: int, size_bytes: int) -> None:

@@ -138,12 +138,13 @@ def test_case_132_a_daemon_that_does_not_answer_costs_no_call_more_than_the_time
     hole.listen(64)
     tier = DaemonTier(path, timeout_seconds=0.1)
     until_time = time.monotonic() + 1.0
-    slowest = 0.0
+    took = []
     while time.monotonic() < until_time:
         started = time.monotonic()
         assert tier.contains([key_of(1)]) == [False]
-        slowest = max(slowest, time.monotonic() - started)
-    assert slowest < 0.1, "calls return at once while the link is made anew"
+        took.append(time.monotonic() - started)
+    assert len(took) > 100
+    assert sorted(took)[len(took) * 99 // 100] < 0.02, "calls return at once while the link is made anew"
     hole.close()
     daemon = Daemon(settings(tmp_path))
     daemon.start()
@@ -158,10 +159,11 @@ def test_a_stopped_daemon_costs_one_timeout_and_then_nothing(tmp_path: Path) -> 
     tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=0.2)
     assert put(tier, [key_of(1)]) == [OK]
     server.process.send_signal(signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{server.process.pid}/stat").read_text().split()[2] == "T")
     started = time.monotonic()
     for _ in range(50):
         assert tier.contains([key_of(1)]) == [False]
-    assert time.monotonic() - started < 0.6
+    assert time.monotonic() - started < 1.0, "fifty calls cost one timeout of 0.2 s, not fifty"
     server.process.send_signal(signal.SIGCONT)
     until(lambda: tier.is_up and tier.contains([key_of(1)]) == [True], 3)
     assert get(tier, [key_of(1)]) == [OK]
