@@ -1,7 +1,7 @@
 """The daemon: one cache for all processes of a host.
 
-`protocol` is what both sides say, `segments` the shared memory; `server`, `session`, `core`, `arena`, `holder`, `lower`,
-`admin`, `stats` and `settings` are the daemon's side, `client` and `link` the engine's. docs/formats/protocol.md
+`protocol` is what both sides say, `segments` the shared memory; `server`, `session`, `core`, `arena`, `holder`,
+`lower`, `admin`, `stats` and `settings` are the daemon's side, `client` and `link` the engine's. docs/formats/protocol.md
 specifies the wire. Nothing here imports torch. Names load when first asked for.
 """
 

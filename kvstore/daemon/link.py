@@ -330,7 +330,7 @@ class Link:
         self._wake.set()
 
     def _after_fork(self) -> None:
-        """In the child: the connection, its thread and its mappings are the parent's. Nothing is touched or unmapped."""
+        """In the child: the connection, its thread and its mappings are the parent's. None is touched or unmapped."""
         sock = self._sock
         if sock is not None:
             sock.close()

@@ -84,8 +84,8 @@ def map_for_writing(descriptor: int, size_bytes: int) -> ByteRow:
 
 
 def abandon(memory: ByteRow) -> None:
-    """In a forked child, of a mapping that it did not inherit: never unmap it, since the child may have mapped something
-    else where the parent had it."""
+    """In a forked child, of a mapping that it did not inherit: never unmap it, since something else of the child's may
+    lie where the parent had it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
