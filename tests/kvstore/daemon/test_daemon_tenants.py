@@ -11,6 +11,8 @@ import pytest
 
 from allocator.errors import UsageError
 from kvstore.daemon import Daemon, DaemonTier
+from kvstore.daemon.forms import Form
+from kvstore.daemon.protocol import PLACE, Place
 from kvstore.disk_tier import DiskTier
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of
@@ -156,3 +158,39 @@ def test_what_left_the_arena_comes_back_from_the_disk(daemon: Daemon) -> None:
     assert daemon.stats()["tiers"]["disk"]["counts"]["fetched"] == 32
     assert arena.find(keys[0]) is not None
     tier.close()
+
+
+def test_a_domain_below_its_share_gets_segments_from_the_largest(tmp_path: Path) -> None:
+    daemon = Daemon(settings(tmp_path, segment_bytes=256 << 10, domains={"team": [4_000_000]}))
+    daemon.start()
+    tier = DaemonTier(daemon.settings.socket_path)
+    count = (4 << 20) // SLOT_BYTES
+    for at in range(0, count + 100, 100):
+        put(tier, [key_of(n) for n in range(at, at + 100)])
+    core = daemon.core
+    assert len(core.arenas[""].segments) == 16, "one domain alone may have all"
+    holder = core.join("of the team", 4_000_000, 0, -1)
+    form = Form(key_of(0).with_hash(bytes(32)), 1, 1, 0, "bytes")
+    hashes = [key_of(n).hash for n in range(200)]
+
+    def store() -> int:
+        """Store what is not there yet; the domain's segments."""
+        for hash in hashes:
+            place = core.reserve(holder, form, (hash,), (form.template.root,), [4352])
+            (kind, _, _, lease) = next(PLACE.iter_unpack(place))
+            if kind == Place.GRANTED:
+                core.publish(holder, [lease])
+        return len(core.arenas["team"].segments)
+
+    until(lambda: store() >= 3, 10)
+    stats = daemon.stats()
+    assert stats["counts"]["segments_shed"] >= 3
+    assert stats["budget"]["reserved_bytes"] <= 4 << 20
+    assert len(core.arenas[""].segments) + len(core.arenas["team"].segments) <= 16
+    kept = [key_of(n) for n in range(count + 100)]
+    assert OK in get(tier, kept[-50:])
+    core.leave(holder, is_dead=True)
+    tier.close()
+    daemon.stop()
+    for arena in core.arenas.values():
+        arena.check()
