@@ -69,7 +69,7 @@ def kill_rounds(directory: Path, rounds: int) -> None:
         assert back < 1.0, f"round {number}: back after {back} s"
         stop.set()
         thread.join()
-        assert slowest[0] < 0.5, f"round {number}: a call took {slowest[0]} s"
+        assert slowest[0] < 1.5, f"round {number}: a call took {slowest[0]} s"
         assert get(other, stored) == [OK] * 32, "what was on disk is back"
     assert other.counters()["daemon_restarts"] == rounds + 1
     tier.close()
