@@ -205,6 +205,7 @@ class Core:
         arena, now = holder.arena, self.clock()
         places, refused = [], 0
         with self.lock:
+            evicted = arena.counts["evicted"]
             for hash, parent, frame_bytes in zip(hashes, parents, sizes, strict=True):
                 key = form.key(hash)
                 known = arena.find(key)
@@ -221,7 +222,7 @@ class Core:
                 else:
                     lease = self.book.write(holder, entry, now)
                     places.append(PLACE.pack(Place.GRANTED, entry.segment.number, entry.offset, lease))
-        if refused and len(self.arenas) > 1:
+        if len(self.arenas) > 1 and (refused or arena.counts["evicted"] > evicted):
             self._shed_for(arena)
         self._prepare.set()
         return b"".join(places)
