@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from allocator.errors import ConfigError, KVError
+from kvstore import daemon as service  # its names load when they are used
 from kvstore.cli import json_target
-from kvstore.daemon import Daemon, DaemonSettings
 
 _LONGEST_HOLD_SECONDS = 0.0005  # of Python's lock: a request must not wait for another one's 5 ms
 
@@ -55,7 +55,7 @@ def serve(
         "allowed_uids": allowed_uids,
     }
     try:
-        settings = DaemonSettings.load(config, flags=flags)
+        settings = service.DaemonSettings.load(config, flags=flags)
     except ConfigError as error:
         print(f"kvstore serve: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -77,7 +77,7 @@ def _steady_heap() -> None:
         mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
-def _run(settings: DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
+def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
     sys.setswitchinterval(_LONGEST_HOLD_SECONDS)
     _steady_heap()
     stop = threading.Event()
@@ -86,7 +86,7 @@ def _run(settings: DaemonSettings, config: Path | None, flags: dict[str, Any]) -
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGHUP, lambda *_: reload.set())
     try:
-        daemon = Daemon(settings)
+        daemon = service.Daemon(settings)
         daemon.start()
     except KVError as error:
         print(f"kvstore serve: {error}", file=sys.stderr)
@@ -104,9 +104,9 @@ def _run(settings: DaemonSettings, config: Path | None, flags: dict[str, Any]) -
     return 0 if drained else 1
 
 
-def _reload(daemon: Daemon, config: Path | None, flags: dict[str, Any]) -> None:
+def _reload(daemon: service.Daemon, config: Path | None, flags: dict[str, Any]) -> None:
     try:
-        daemon.admin.reload(DaemonSettings.load(config, flags=flags).tenant_quotas)
+        daemon.admin.reload(service.DaemonSettings.load(config, flags=flags).tenant_quotas)
     except ConfigError as error:
         print(f"kvstore serve: settings not read again: {error}", file=sys.stderr)
 

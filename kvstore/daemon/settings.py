@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError
+from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
 from kvstore.config import _BYTES, KVStoreConfig, _key, _path, _read, _real, _RefusedError, _size, _whole
 from kvstore.daemon.segments import PAGE_BYTES
 
-ENV_PREFIX = "KVSTORE_DAEMON_"
 TOML_TABLE = "daemon"
 _MOST_SEGMENTS = 192  # each costs a client two descriptors
 _LEAST_SEGMENTS = 16  # wanted: fewer make changes of size and holder coarse
@@ -145,7 +145,7 @@ class DaemonSettings:
         table, those that are None left out."""
         environ = os.environ if environ is None else environ
         given = _daemon_table(path)
-        store = KVStoreConfig.load(path, {k: v for k, v in environ.items() if not k.startswith(ENV_PREFIX)})
+        store = KVStoreConfig.load(path, environ)
         given |= {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
         own = {one.name for one in fields(cls)} - {"store"}
         for name, value in (flags or {}).items():
