@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError
-from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
 from kvstore.config import _BYTES, KVStoreConfig, _key, _path, _read, _real, _RefusedError, _size, _whole
+from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
 from kvstore.daemon.segments import PAGE_BYTES
 
 TOML_TABLE = "daemon"
