@@ -6,6 +6,7 @@ while bytes move or a lower tier is asked; lookups in the arena take no lock (a 
 
 from __future__ import annotations
 
+import hmac
 import os
 import threading
 import time
@@ -85,6 +86,7 @@ class Core:
         with self.lock:
             arena = self.arena(self.settings.domain_of(uid))
             holder = Holder(next(self._numbers), arena, name, uid, pid, is_remote=True, pid_fd=pid_fd)
+            holder.token = os.urandom(16)
             self.holders[holder.number] = holder
             return holder
 
@@ -94,6 +96,15 @@ class Core:
             self.book.end(holder, is_dead=is_dead)
             if is_dead:
                 self._forget(holder)
+
+    def disown(self, holder: Holder, token: bytes) -> bool:
+        """What an earlier connection of the same process held comes back; False while that is not at its end yet."""
+        known = [one for one in list(self.holders.values()) if hmac.compare_digest(one.token, token)]
+        for one in known:
+            if one is holder or (one.uid, one.pid) != (holder.uid, holder.pid) or not one.is_quarantined:
+                return False
+            self.leave(one, is_dead=True)
+        return True
 
     def reap(self, is_dead: Callable[[Holder], bool]) -> None:
         """End the holders that were waited for."""

@@ -45,6 +45,7 @@ class Holder:
     pins: dict[CopyKey, list[ArenaEntry]] = field(default_factory=dict)
     read_count: int = 0
     pid_fd: int = -1
+    token: bytes = b""
 
     @property
     def pin_count(self) -> int:

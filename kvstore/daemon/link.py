@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -73,6 +74,8 @@ class Link:
         self._readable: dict[int, ByteRow] = {}
         self._writable: dict[int, ByteRow] = {}
         self._writes: Counter[int] = Counter()  # segments with writes under way
+        self._token = b""
+        self._cut_off: list[tuple[bytes, list[weakref.ref[ByteRow]]]] = []  # connections and what they had writable
         self._buffer = memoryview(bytearray(protocol.LONGEST_BYTES + 1))
         self._wake = threading.Event()
 
@@ -268,12 +271,26 @@ class Link:
             live = set(pong.live)
             for number in [one for one in self._readable if one not in live]:
                 del self._readable[number]
+            self._disown()
             back = [number for number in pong.recalled if self._writes[number] <= 0]
             for number in back:
                 self._writable.pop(number, None)
             if back:
                 self.counts["segments_returned"] += len(back)
                 self.tell(lambda seq: protocol.Return(seq, back))
+
+    def _disown(self) -> None:
+        """Connections that were cut off, by a timeout say, come to their end at the daemon once nothing is mapped."""
+        waiting, self._cut_off = self._cut_off, []
+        for place, (token, memories) in enumerate(waiting):
+            try:
+                is_unmapped = all(memory() is None for memory in memories)
+                request = partial(protocol.Disown, token=token)
+                if not (is_unmapped and self.call(request, protocol.Count).count):
+                    self._cut_off.append((token, memories))
+            except LinkDownError:
+                self._cut_off += waiting[place:]
+                raise
 
     def _connect_quietly(self) -> bool:
         """One attempt; nobody waits for it but this object's thread, and whoever made the link."""
@@ -312,6 +329,8 @@ class Link:
             self._writes.clear()
             if self.boot and self.boot != answer.boot:
                 self.counts["daemon_restarts"] += 1
+                self._cut_off.clear()
+            self._token = answer.token
             self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
             self._seq = 1
             self.session += 1
@@ -319,10 +338,11 @@ class Link:
             self._sock = sock
 
     def _drop(self, cause: str | None) -> None:
-        """The connection is over. What was mapped for writing stays mapped until the next one replaces it."""
+        """The connection is over, and its mappings go once nobody copies there any more."""
         sock, self._sock = self._sock, None
         if cause is not None and sock is not None:
             self.counts[f"link_{cause}"] += 1
+            self._cut_off.append((self._token, [weakref.ref(memory) for memory in self._writable.values()]))
         self._forms.clear()
         if sock is not None:
             sock.close()

@@ -214,6 +214,12 @@ class Goodbye(Request, tag=19, frozen=True):
     """The client lets everything go and holds no mapping. The daemon closes the connection."""
 
 
+class Disown(Request, tag=20, frozen=True):
+    """An earlier connection of this process was cut off, and nothing of it is mapped any more."""
+
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
 AnyRequest: TypeAlias = (
     Hello
     | Form
@@ -234,6 +240,7 @@ AnyRequest: TypeAlias = (
     | Return
     | Ping
     | Goodbye
+    | Disown
 )
 
 # answers --------------------------------------------------------------------------------------------------------------
@@ -246,13 +253,15 @@ class Answer(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Welcome(Answer, tag=64, frozen=True):
-    """boot: 16 bytes, new with every start of the daemon; leases, segments and forms of another boot mean nothing."""
+    """boot: 16 bytes, new with every start of the daemon; leases, segments and forms of another boot mean nothing.
+    token: names this connection, for a later Disown."""
 
     version: _Small
     boot: Annotated[bytes, Meta(min_length=16, max_length=16)]
     capacity_bytes: _Bytes
     lease_seconds: float
     write_lease_seconds: float
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Count(Answer, tag=65, frozen=True):

@@ -73,6 +73,7 @@ class Session:
             protocol.Map: self._map,
             protocol.Return: self._return,
             protocol.Ping: self._ping,
+            protocol.Disown: self._disown,
         }
 
     def serve(self) -> None:
@@ -118,7 +119,8 @@ class Session:
         settings = core.settings
         capacity = core.pool.limit * settings.segment_bytes
         times = (settings.lease_seconds, settings.write_lease_seconds)
-        self._send(protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times))
+        token = self.holder.token
+        self._send(protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token))
         return True
 
     def _one(self, length: int, buffer: memoryview) -> bool:
@@ -293,6 +295,9 @@ class Session:
 
     def _ping(self, message: protocol.Ping) -> protocol.Answer:
         return protocol.Pong(message.seq, *self._core.news(self._own))
+
+    def _disown(self, message: protocol.Disown) -> protocol.Answer:
+        return protocol.Count(message.seq, int(self._core.disown(self._own, message.token)))
 
     def _count_stale(self, count: int) -> None:
         if count:

@@ -19,7 +19,7 @@ import pytest
 
 from allocator.errors import ConfigError, TierError, UsageError
 from kvstore.config import KVStoreConfig
-from kvstore.daemon import Daemon, DaemonSettings, DaemonTier
+from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import PutItem, ResultCode
@@ -169,6 +169,26 @@ def test_a_stopped_daemon_costs_one_timeout_and_then_nothing(tmp_path: Path) -> 
     assert get(tier, [key_of(1)]) == [OK]
     tier.close()
     assert server.stop() == (0, "")
+
+
+def test_a_client_that_was_cut_off_gets_its_segments_back(tmp_path: Path) -> None:
+    daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20))
+    daemon.start()
+    tier = DaemonTier(daemon.settings.socket_path)
+    for turn in range(12):  # more often than there are segments
+        assert put(tier, [key_of(100 * turn + n) for n in range(10)]) == [OK] * 10, turn
+        until(lambda: len(daemon._sessions) == 1, 2)
+        next(iter(daemon._sessions)).interrupt()
+        until(lambda wanted=turn + 2: tier.is_up and tier.counters()["connected"] == wanted, 2)  # type: ignore[misc]
+        until(lambda: daemon.stats()["leases"]["quarantined_clients"] == 0, 2, "what was cut off came to its end")
+    assert len(daemon.stats()["clients"]) == 1
+    assert get(tier, [key_of(n) for n in range(10)]) == [OK] * 10
+    stranger = RawClient(daemon.settings.socket_path)
+    (holder,) = [one for one in daemon.core.holders.values() if one.name != "raw"]
+    assert stranger.ask(protocol.Disown, holder.token).count == 0, "a connection that lives"
+    stranger.close()
+    tier.close()
+    daemon.stop()
 
 
 def test_two_daemons_on_one_socket_are_refused_and_a_dead_ones_socket_is_taken_over(tmp_path: Path) -> None:
