@@ -182,7 +182,7 @@ def test_a_client_that_was_cut_off_gets_its_segments_back(tmp_path: Path) -> Non
         until(lambda wanted=turn + 2: tier.is_up and tier.counters()["connected"] == wanted, 2)  # type: ignore[misc]
         until(lambda: daemon.stats()["leases"]["quarantined_clients"] == 0, 2, "what was cut off came to its end")
     assert len(daemon.stats()["clients"]) == 1
-    assert get(tier, [key_of(n) for n in range(10)]) == [OK] * 10
+    assert get(tier, [key_of(1100 + n) for n in range(10)]) == [OK] * 10
     stranger = RawClient(daemon.settings.socket_path)
     (holder,) = [one for one in daemon.core.holders.values() if one.name != "raw"]
     assert stranger.ask(protocol.Disown, holder.token).count == 0, "a connection that lives"
