@@ -230,7 +230,7 @@ def fuzz(daemon: Daemon, inputs: int, seed: int) -> None:
         protocol.Reserve(1, 0, some, key.root * 16, [5000] * 16), protocol.Publish(1, [1, 2, 3]),
         protocol.Abandon(1, [1, 2, 3]), protocol.Touch(1, 0, some), protocol.Delete(1, 0, some), protocol.Clear(1),
         protocol.Pin(1, 0, some), protocol.Unpin(1, 0, some), protocol.Suspect(1, 0, some),
-        protocol.Return(1, [1, 2, 3]), protocol.Ping(1),
+        protocol.Return(1, [1, 2, 3]), protocol.Ping(1), protocol.Disown(1, bytes(16)),
     ]  # fmt: skip
     packets = [protocol.encode(one) for one in seeds]
     client: RawClient | None = None

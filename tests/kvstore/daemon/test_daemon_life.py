@@ -86,7 +86,7 @@ def test_kill_9_of_the_daemon_50_times(tmp_path: Path) -> None:
     kill_rounds(tmp_path, 50)
 
 
-def test_without_a_daemon_everything_is_a_counted_miss_and_misuse_is_still_refused(tmp_path: Path) -> None:
+def test_case_121_without_a_daemon_everything_is_a_counted_miss_and_misuse_is_still_refused(tmp_path: Path) -> None:
     tier = DaemonTier(str(tmp_path / "none.sock"))
     keys = [key_of(1), key_of(2)]
     assert not tier.is_up
