@@ -24,7 +24,7 @@ from kvstore.daemon.admin import Admin
 from kvstore.daemon.core import Core
 from kvstore.daemon.forms import KnownForms
 from kvstore.daemon.protocol import Cause
-from kvstore.daemon.session import Session, has_died
+from kvstore.daemon.session import Session, close_heard, has_died
 from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.stats import snapshot
 from kvstore.frame_specs import SpecSource
@@ -140,7 +140,7 @@ class Daemon:
                 self._count(f"refused_{cause.name.lower()}")
                 sock.setblocking(False)
                 sock.send(protocol.encode(protocol.Refused(0, cause)))
-                sock.close()
+                close_heard(sock)
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LISTEN_BUFFER_BYTES)
             session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), lambda: self._active_count)

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -193,7 +193,7 @@ class Session:
                 holder = self.holder
                 self._core.leave(holder, is_dead=self._said_goodbye or not holder.segments or has_died(holder.pid_fd))
         finally:
-            self._sock.close()
+            close_heard(self._sock)
             if self._pid_fd >= 0:
                 os.close(self._pid_fd)
 
@@ -317,6 +317,13 @@ def has_died(pid_fd: int) -> bool:
     return bool(poller.poll(20))
 
 
-def interrupt_all(sessions: Sequence[Session]) -> None:
-    for session in sessions:
-        session.interrupt()
+def close_heard(sock: socket.socket) -> None:
+    """Close so that what was sent last is still read: unread packets would make the kernel drop it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+        while sock.recv(1, socket.MSG_DONTWAIT):
+            pass
+    except OSError:
+        pass
+    finally:
+        sock.close()

@@ -332,6 +332,7 @@ def test_a_flood_leaves_the_daemon_responsive(tmp_path: Path, kind: str) -> None
     tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=2)
     keys = [key_of(n, root=b"\x09" * 32) for n in range(16)]
     assert put(tier, keys) == [OK] * 16
+    assert tier.pin(keys) == [True] * 16
     floods = [
         subprocess.Popen(
             [sys.executable, "-c", FLOOD, kind, str(tmp_path / "d.sock")], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -341,7 +342,6 @@ def test_a_flood_leaves_the_daemon_responsive(tmp_path: Path, kind: str) -> None
     for flood in floods:
         assert flood.stdout is not None
         flood.stdout.readline()
-    tier.pin(keys)
     took = []
     until_time = time.monotonic() + 1.5
     while time.monotonic() < until_time:
