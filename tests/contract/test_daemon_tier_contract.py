@@ -66,6 +66,7 @@ class TestDaemonTierAboveADisk(DaemonContract):
 
     payload_bytes = 8192
     overhead_bytes = 2048
+    segments = 8  # what comes up from the disk needs one of the daemon's own
     leaves_first = False
     pins = False
     evicts = False
