@@ -125,7 +125,8 @@ class DirectWire:
         ttl = b"%d" % ttl_ms
         before = ASKING if asking else b""
         if getex:
-            sent = [before + encode([b"GETEX", key, b"PX", ttl]) for key, _ in items]
+            head, end = before + b"*4\r\n" + bulk(b"GETEX"), bulk(b"PX") + bulk(ttl)
+            sent = [b"%b%b%b" % (head, bulk(key), end) for key, _ in items]
         else:
             sent = [before + encode([b"GET", key]) + before + encode([b"PEXPIRE", key, ttl]) for key, _ in items]
         self._send([b"".join(sent)])
