@@ -67,7 +67,7 @@ class PagePipe:
         """Send all of it. False: the system refused the first piece. An OSError later leaves the socket unusable."""
         vmsplice = _vmsplice()
         assert vmsplice is not None
-        at, left = row.ctypes.data, row.nbytes
+        at, left = row.__array_interface__["data"][0], row.nbytes
         target = self._sock.fileno()
         while left:
             lent = vmsplice(self._in, ctypes.byref(_Piece(at, left)), 1, 0)

@@ -181,11 +181,11 @@ class RedisTier(QueuedTier):
         generation = self._generation
         results: dict[CopyKey, ResultCode] = {}
         fresh: list[Job] = []
-        known = [job.key for job in jobs if self._ledger.holds(job.key)]
-        still = self._renew([*self._ledger.touch(known)]) if known else {}
+        still = self._renew([job.key for job in jobs if self._ledger.holds(job.key)])
         for job in {job.key: job for job in jobs}.values():
-            if job.key in known and still.get(job.key, True):
-                results[job.key] = ResultCode.OK
+            reply = still.get(job.key, 0)
+            if reply != 0:  # believed in: there, or nobody can say
+                results[job.key] = ResultCode.OK if reply == 1 else self._failure(reply)
             elif not job.size_bytes:
                 results[job.key] = ResultCode.FAILED
                 self._count("empty_payload")
@@ -327,8 +327,8 @@ class RedisTier(QueuedTier):
         _command(self.links, orders, lambda order: [b"UNLINK", order.name])
         return {order.item: isinstance(order.reply, int) for order in orders}
 
-    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, bool]:
-        """Set times to live anew; False where the server says that a copy is gone."""
+    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, Reply | Lost]:
+        """Set times to live anew; 1 where a copy is there, 0 where it is gone."""
         orders = [Order(self._names.of(key), 0, key) for key in keys]
         _command(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
         for order in orders:
@@ -336,7 +336,7 @@ class RedisTier(QueuedTier):
                 self._ledger.renewed(order.item)
             elif order.reply == 0:
                 self._ledger.missed(order.item)
-        return {order.item: order.reply != 0 for order in orders}
+        return {order.item: order.reply for order in orders}
 
     def _look_up(self) -> None:
         with self._wanted_lock:
