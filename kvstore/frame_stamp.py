@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import xxhash
-
 from kvstore.frame_build import build_joined_header
 from kvstore.frame_layout import CHECK_BYTES, SEGMENT, FrameSpec, header_layout
 from kvstore.tier import ByteRow
+from quant.native.checksum import checksum as checksum_of
 
 _HASH_AT, _HASH_END = 16, 48  # see frame_layout.FIXED
 
@@ -36,7 +35,7 @@ class HeaderStamp:
     def build(self, block_hash: bytes, checksum: bytes) -> bytes:
         """The header of a block's frame; checksum: XXH3-128 over its payload."""
         body = b"".join((self._start, block_hash, self._middle, checksum, self._end))
-        return body + xxhash.xxh3_128_digest(body)
+        return body + checksum_of(body)
 
     def checksum_in(self, header: bytes | bytearray, block_hash: bytes) -> bytes | None:
         """The payload's checksum; None when a single byte is not as `build` makes it."""

@@ -9,15 +9,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import xxhash
-
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameSpec, parse_header
-from kvstore.frame_build import build_joined_header
+from kvstore.frame_build import build_joined_header, joined_checksum
 from kvstore.frame_layout import MOST_SEGMENTS
 from kvstore.frame_specs import SpecSource
 from kvstore.frame_stamp import HeaderStamp
-from kvstore.tier import ByteRow, Job
+from kvstore.tier import Job
+from quant.native.checksum import Checksum
 
 _CHUNK_BYTES = 1 << 20  # received and checked while it lies in cache
 
@@ -51,16 +50,6 @@ class KeyNames:
 
     def root(self, root: bytes) -> bytes:
         return f"{self.namespace}:root:{root.hex()}".encode("ascii")
-
-
-def joined_checksum(rows: Sequence[ByteRow]) -> bytes:
-    """XXH3-128 over pieces in order."""
-    if len(rows) == 1:
-        return xxhash.xxh3_128_digest(rows[0].data)
-    state = xxhash.xxh3_128()
-    for row in rows:
-        state.update(row.data)
-    return state.digest()
 
 
 class Form(NamedTuple):
@@ -152,7 +141,7 @@ class FrameSink:
         rows = iter(self._job.rows)
         row, at = next(rows), 0
         for size_bytes, checksum in segments:
-            state, left = xxhash.xxh3_128(), size_bytes
+            state, left = Checksum(), size_bytes
             while left:
                 while at == row.nbytes:
                     row, at = next(rows), 0
