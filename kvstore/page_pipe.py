@@ -22,6 +22,7 @@ from kvstore.tier import ByteRow
 
 LEAST_BYTES = 64 << 10  # smaller ones are copied sooner than lent
 _PIPE_BYTES = 1 << 20
+_QUEUE_BYTES = 1 << 20  # lent to the socket at most, as far as the system allows: each time it is full costs a wakeup
 _F_SETPIPE_SZ = 1031
 
 
@@ -49,6 +50,7 @@ class PagePipe:
         self._out, self._in = os.pipe()
         try:
             fcntl.fcntl(self._in, _F_SETPIPE_SZ, _PIPE_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_BYTES)
         except OSError:
             self.close()
             raise

@@ -18,7 +18,7 @@ from kvstore.frame_stamp import HeaderStamp
 from kvstore.tier import Job
 from quant.native.checksum import Checksum
 
-_CHUNK_BYTES = 1 << 20  # received and checked while it lies in cache
+_CHUNK_BYTES = 512 << 10  # received and checked while it lies in cache
 
 
 class KeyNames:
