@@ -1,9 +1,10 @@
 """Large buffers into a Unix socket without copying them: their pages are lent to the socket through a pipe (Linux).
 
 vmsplice puts references to pages into a pipe, splice moves them to the socket; the kernel copies once, when the server
-reads. Half the client's CPU of a sendmsg. The bytes must not change until the server has answered: that is a tier's
-rule for buffers under way anyhow. If a call is given up before, a server may store what has changed meanwhile; the
-frame's checksum, taken before, then does not fit, and the copy is a miss.
+reads. Half the client's CPU of a sendmsg (on TCP it gained nothing that could be told from noise). The bytes must not
+change until the server has answered: that is a tier's rule for buffers under way anyhow. If a call is given up before,
+a server may store what has changed meanwhile; the frame's checksum, taken before, then does not fit, and the copy is a
+miss. Only payloads are lent: commands and lengths cannot change under way.
 
 One thread at a time. Where the system refuses any of it, `open_for` or the first `send` says so and nothing was sent.
 """
