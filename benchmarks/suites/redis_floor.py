@@ -59,8 +59,10 @@ class BareSocket:
                 self._expect(b"\r\n")
 
     def forget(self) -> None:
+        """Drop what is stored, so that a put does not replace."""
         self._socket.sendall(encode([b"UNLINK", *self._names]))
-        self._expect(b":%d\r\n" % len(self._names))
+        while self._socket.recv(64)[-2:] != b"\r\n":
+            pass
 
     def close(self) -> None:
         if self._pipe is not None:

@@ -150,9 +150,8 @@ class _Rounds:
         return self._both(number, "plain", self._plain, self._plain.put, self._plain.get)
 
     def _bare_side(self, number: int) -> float:
-        self._both(number, "bare", self._ours, self._bare.put, self._bare.get)
         self._bare.forget()
-        return 0.0
+        return self._both(number, "bare", self._ours, self._bare.put, self._bare.get)
 
     def _memmove(self, number: int) -> float:
         copies = self._ours
