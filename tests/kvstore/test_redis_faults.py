@@ -253,7 +253,8 @@ def test_bytes_that_change_after_a_failed_put_are_never_read_back(way: str, size
             assert ended(tier, tier.submit_put([(key, [buffer])])) == [FAILED]
             buffer[: size // 2] ^= 0xFF
         until_ok(tier, [key_of(3)])
-        assert get(tier, [key], size)[0] in (MISS, ResultCode.CORRUPT)
+        code = get(tier, [key], size)[0]  # on TCP they were copied: what was given may have arrived
+        assert code in (MISS, ResultCode.CORRUPT) or (way == "tcp" and code is OK)
         assert put(tier, [key], size) == [OK]
         assert get(tier, [key], size) == [OK]
 
