@@ -27,7 +27,8 @@ from kvstore.disk_open import make_directory, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.disk_writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
-from kvstore.frame import FrameFault, parse_frame
+from kvstore.frame import FrameFault
+from kvstore.frame_heads import FrameHeads
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.tier import Job, ResultCode, Transfer
@@ -68,6 +69,7 @@ class DiskTier(QueuedTier):
         super().__init__("disk", executor)
         self.directory = Path(directory)
         self._sync, self._specs, self._secret = sync, specs, secret
+        self._heads = FrameHeads(specs)
         self._lock = threading.Lock()
         self._writing = threading.RLock()
         make_directory(self.directory)
@@ -76,7 +78,7 @@ class DiskTier(QueuedTier):
         counts: Counter[str] = Counter()
         try:
             self._open_directory(capacity_bytes, map_bytes or max(1 << 30, 2 * capacity_bytes), counts)
-            settings = DiskSettings(self.directory, sync, specs, secret, retry_seconds)
+            settings = DiskSettings(self.directory, sync, specs, self._heads, secret, retry_seconds)
             self._writer = DiskWriter(
                 settings, self._catalog, self._index, self._slots, self._directory_lock, self._lock, self._count
             )
@@ -252,21 +254,19 @@ class DiskTier(QueuedTier):
         return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
 
     def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
-        spec = self._specs(job.key, job.size_bytes)
         rows = [row for row in job.rows if row.nbytes]
+        form = self._heads.head(job.key, entry.family, job.size_bytes)
+        head = form.of(job.key.hash)
         if entry.slot is not None:
-            return self._slots.read_frame(entry.slot, spec, rows, self._secret, entry.slot_bytes)
-        value = self._catalog.read_value(entry.generation, entry.frame_bytes)
-        if value is None:
-            return "gone"
-        frame = parse_frame(value, spec, secret=self._secret)
-        if isinstance(frame, FrameFault):
-            return frame
-        at = 0
-        for row in rows:
-            row.data[:] = frame.payload[at : at + row.nbytes]
-            at += row.nbytes
-        return None
+            found = self._slots.read_rows(entry.slot, entry.slot_bytes, head, form.sum_at, rows)
+        else:
+            value = self._catalog.read_value(entry.generation, entry.frame_bytes)
+            if value is None:
+                return "gone"
+            head, found = form.unpacked(job.key.hash, value, rows)
+        if found is None and self._secret is None:
+            return None
+        return form.fault(found, head, self._specs(job.key, job.size_bytes), rows, self._secret)
 
     def _drop(self, entry: DiskEntry, cause: str) -> ResultCode:
         """A copy that cannot be served goes, this generation of it and no other."""

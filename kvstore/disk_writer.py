@@ -25,10 +25,10 @@ from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
 from kvstore.disk_layout import BALLAST_NAME, DiskRecord
 from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
-from kvstore.frame import FrameSpec, build_joined_header
 from kvstore.frame_build import joined_checksum
+from kvstore.frame_heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame_specs import SpecSource
-from kvstore.tier import Job, ResultCode, Transfer
+from kvstore.tier import ByteRow, Job, ResultCode, Transfer
 
 _RECENCY_A_COMMIT = 256
 _MOST_WAITING_PAGES = 64
@@ -43,6 +43,7 @@ class DiskSettings(NamedTuple):
     directory: Path
     sync: str
     specs: SpecSource
+    heads: FrameHeads
     secret: bytes | None
     retry_seconds: float
 
@@ -52,7 +53,7 @@ class _Fresh(NamedTuple):
 
     job: Job
     entry: DiskEntry
-    spec: FrameSpec
+    form: FrameHead
 
 
 class DiskWriter:
@@ -70,6 +71,7 @@ class DiskWriter:
     ) -> None:
         self._settings = settings
         self._sync, self._specs, self._secret = settings.sync, settings.specs, settings.secret
+        self._heads = settings.heads
         self._catalog, self._index, self._slots = catalog, index, slots
         self._directory_lock, self._lock, self._count = directory_lock, lock, count
         self._paused_until = self._raise_at = 0.0
@@ -120,14 +122,14 @@ class DiskWriter:
         if job.size_bytes == 0:
             self._index.counts["empty"] += 1
             return ResultCode.FAILED
-        spec = self._specs(job.key, job.size_bytes)
-        frame_bytes = spec.frame_bytes(1)
+        form = self._heads.head(job.key, job.key.family, job.size_bytes)
+        frame_bytes = form.frame_bytes
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
         entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes)
         if entry is None and self._index.other_readers:  # freed pages cannot be used while an old state is read
             self._index.counts["reader_holds_room"] += 1
-        return _Fresh(job, entry, spec) if entry is not None else ResultCode.FULL
+        return _Fresh(job, entry, form) if entry is not None else ResultCode.FULL
 
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
@@ -157,11 +159,18 @@ class DiskWriter:
                     with self._lock:
                         self._index.note_commit(0, 0)
 
+    def _head(self, one: _Fresh, rows: list[ByteRow]) -> bytearray:
+        """The head of a copy's frame; of a signed one with its sums, for which it reads the rows once more."""
+        job = one.job
+        if self._secret is None:
+            return one.form.of(job.key.hash)
+        return signed_head(self._specs(job.key, job.size_bytes), rows, self._secret)
+
     def _write_slot(self, one: _Fresh) -> None:
         entry = one.entry
         if entry.slot is not None:
             rows = [row for row in one.job.rows if row.nbytes]
-            self._slots.write_frame(entry.slot, one.spec, rows, self._secret, entry.slot_bytes)
+            self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one, rows), one.form.sum_at, rows)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
@@ -182,7 +191,7 @@ class DiskWriter:
                 self._index.dirty.pop(one.entry.generation, None)
 
     def _addition(self, one: _Fresh, tick: int) -> Addition:
-        job, entry, spec = one
+        job, entry, form = one
         record = DiskRecord(
             job.key,
             job.size_bytes,
@@ -196,8 +205,10 @@ class DiskWriter:
         )
         value = None
         if entry.slot is None:
-            header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
-            value = b"".join((header, *(row.data for row in job.rows)))
+            head = form.filled(job.key.hash, joined_checksum(job.rows))
+            if self._secret is not None:
+                head = signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
+            value = b"".join((head, *(row.data for row in job.rows)))
         return Addition(entry.digest, record.to_bytes(), entry.generation, value)
 
     def _settle_entries(
