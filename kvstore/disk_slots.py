@@ -258,8 +258,8 @@ class SlotFiles:
 
     def write_frame(self, slot: int, size: int, head: bytearray, sum_at: int, rows: list[ByteRow]) -> None:
         """Write a frame to a slot of `size` bytes, to the end of its last page; fills in the head's sums, head last."""
-        frame_bytes = len(head) + sum([row.nbytes for row in rows])
-        write_summed(self._fd(size), slot * size, head, sum_at, rows, -frame_bytes % PAGE_BYTES)
+        rest_bytes = -(len(head) + sum([row.nbytes for row in rows])) % PAGE_BYTES
+        write_summed(self._fd(size), slot * size, head, sum_at, rows, rest_bytes)
 
     def read_rows(self, slot: int, size: int, head: bytearray, sum_at: int, rows: list[ByteRow]) -> bytes | None:
         """Read a frame's payload into rows and fill the sums into the head. None: that head lies there; else what does,

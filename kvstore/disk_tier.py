@@ -254,7 +254,7 @@ class DiskTier(QueuedTier):
         return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
 
     def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
-        rows = [row for row in job.rows if row.nbytes]
+        rows = job.rows
         form = self._heads.head(job.key, entry.family, job.size_bytes)
         head = form.of(job.key.hash)
         if entry.slot is not None:

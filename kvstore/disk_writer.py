@@ -22,13 +22,13 @@ from typing import NamedTuple
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
 from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
-from kvstore.disk_layout import BALLAST_NAME, DiskRecord
+from kvstore.disk_layout import BALLAST_NAME, record_bytes
 from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
 from kvstore.frame_build import joined_checksum
 from kvstore.frame_heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame_specs import SpecSource
-from kvstore.tier import ByteRow, Job, ResultCode, Transfer
+from kvstore.tier import Job, ResultCode, Transfer
 
 _RECENCY_A_COMMIT = 256
 _MOST_WAITING_PAGES = 64
@@ -159,18 +159,18 @@ class DiskWriter:
                     with self._lock:
                         self._index.note_commit(0, 0)
 
-    def _head(self, one: _Fresh, rows: list[ByteRow]) -> bytearray:
+    def _head(self, one: _Fresh) -> bytearray:
         """The head of a copy's frame; of a signed one with its sums, for which it reads the rows once more."""
         job = one.job
         if self._secret is None:
             return one.form.of(job.key.hash)
-        return signed_head(self._specs(job.key, job.size_bytes), rows, self._secret)
+        return signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
 
     def _write_slot(self, one: _Fresh) -> None:
         entry = one.entry
         if entry.slot is not None:
-            rows = [row for row in one.job.rows if row.nbytes]
-            self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one, rows), one.form.sum_at, rows)
+            rows = one.job.rows
+            self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sum_at, rows)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
@@ -182,7 +182,8 @@ class DiskWriter:
         with self._lock:
             tick = self._index.tick
             recency = self._index.take_dirty(_RECENCY_A_COMMIT)
-        additions = [self._addition(one, tick) for one in written]
+        now = int(time.time())
+        additions = [self._addition(one, tick, now) for one in written]
         self._catalog.write(additions, (), recency, self._index.last_generation)
         with self._lock:
             self._index.note_commit(0, 0)
@@ -190,26 +191,17 @@ class DiskWriter:
                 self._index.publish(one.entry)
                 self._index.dirty.pop(one.entry.generation, None)
 
-    def _addition(self, one: _Fresh, tick: int) -> Addition:
+    def _addition(self, one: _Fresh, tick: int, written_at: int) -> Addition:
         job, entry, form = one
-        record = DiskRecord(
-            job.key,
-            job.size_bytes,
-            entry.frame_bytes,
-            entry.slot_bytes,
-            entry.slot,
-            entry.generation,
-            tick,
-            int(time.time()),
-            job.parent,
-        )
+        place = (job.size_bytes, entry.frame_bytes, entry.slot_bytes, entry.slot)
+        record = record_bytes(job.key.to_bytes(), job.parent, place, entry.generation, tick, written_at)
         value = None
         if entry.slot is None:
             head = form.filled(job.key.hash, joined_checksum(job.rows))
             if self._secret is not None:
                 head = signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
             value = b"".join((head, *(row.data for row in job.rows)))
-        return Addition(entry.digest, record.to_bytes(), entry.generation, value)
+        return Addition(entry.digest, record, entry.generation, value)
 
     def _settle_entries(
         self,
