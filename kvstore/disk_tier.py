@@ -30,14 +30,14 @@ from kvstore.executor import Executor
 from kvstore.frame import FrameFault
 from kvstore.frame_heads import FrameHeads
 from kvstore.frame_specs import SpecSource, plain_specs
-from kvstore.queued_tier import QueuedTier
+from kvstore.indexed_tier import IndexedTier
 from kvstore.tier import Job, ResultCode, Transfer
 
 SYNC_POLICIES = ("none", "batch", "always")
 _GROUP_COPIES = 16
 
 
-class DiskTier(QueuedTier):
+class DiskTier(IndexedTier[DiskEntry]):
     """The disk tier. TierError when the directory cannot be opened, or is open for writing elsewhere.
 
     directory       made if absent; one writer at a time
@@ -94,7 +94,7 @@ class DiskTier(QueuedTier):
         self._catalog = open_catalog(
             self.directory, self._directory_lock, map_bytes, self._sync, capacity_bytes, counts
         )
-        self._index = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
+        self._index: DiskIndex = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
         try:
             recover(self._catalog, self._index, self._slots, self.directory, counts)
         except CatalogError as error:
@@ -109,27 +109,10 @@ class DiskTier(QueuedTier):
 
     # the contract ----------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
-        with self._lock:
-            find = self._index.find
-            return [find(key) is not None for key in keys]
-
-    def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
-        with self._lock:
-            family = self._index.families.get(key.family, {})
-            for count, hash in enumerate(hashes):
-                if hash not in family:
-                    return count
-            return len(hashes)
-
     def delete(self, keys: Sequence[CopyKey]) -> int:
-        with self._lock:
-            found = [self._index.find(key) for key in dict.fromkeys(keys)]
-            entries = [entry for entry in found if entry is not None and entry.pin_count == 0]
-            for entry in entries:
-                self._index.unlink(entry)
+        count = super().delete(keys)
         self._tidy()
-        return len(entries)
+        return count
 
     def clear(self) -> None:
         super().clear()
@@ -140,47 +123,14 @@ class DiskTier(QueuedTier):
             except CatalogError as error:
                 raise TierError(f"disk tier {self.directory}: could not be emptied ({error})") from error
 
-    def touch(self, keys: Sequence[CopyKey]) -> None:
-        with self._lock:
-            for key in keys:
-                entry = self._index.find(key)
-                if entry is not None:
-                    self._index.touch(entry)
-
-    def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
-        """Pins hold in this process: they are not written down."""
-        with self._lock:
-            return self._index.pin(keys)
-
-    def unpin(self, keys: Sequence[CopyKey]) -> None:
-        with self._lock:
-            self._index.unpin(keys, self.name)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._index.used_bytes
-
     @property
     def capacity_bytes(self) -> int:
         return self._index.capacity_bytes
 
     @property
-    def copy_count(self) -> int:
-        return self._index.copy_count
-
-    @property
-    def orphan_count(self) -> int:
-        return self._index.orphan_count
-
-    @property
     def file_bytes(self) -> int:
         """What the directory's files take, by the file system's account."""
         return sum(file.stat().st_blocks * 512 for file in self.directory.iterdir())
-
-    def counters(self) -> dict[str, int]:
-        with self._lock:
-            own = dict(self._index.counts)
-        return super().counters() | own
 
     def close(self) -> None:
         super().close()
@@ -218,21 +168,6 @@ class DiskTier(QueuedTier):
         raise NotImplementedError("puts go by group")
 
     # get -------------------------------------------------------------------------------------------------------------
-
-    def _claim(self, jobs: Sequence[Job]) -> list[Any]:
-        with self._lock:
-            entries = [self._index.find(job.key) for job in jobs]
-            for entry in entries:
-                if entry is not None:
-                    entry.reader_count += 1
-                    self._index.touch(entry)
-            return entries
-
-    def _release(self, claims: Sequence[Any]) -> None:
-        with self._lock:
-            for entry in claims:
-                if entry is not None:
-                    self._index.end_read(entry)
 
     def _get_one(self, job: Job, claim: Any) -> ResultCode:
         entry: DiskEntry | None = claim
