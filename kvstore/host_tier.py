@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from allocator.errors import ConfigError, IntegrityError
+from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.host_arena import HostArena
 from kvstore.host_index import HostEntry, HostIndex
 from kvstore.indexed_tier import IndexedTier
-from kvstore.tier import Job, ResultCode
+from kvstore.tier import Fading, Job, Loan, ResultCode
 from quant.native import pages
 
 
@@ -32,6 +34,9 @@ class HostTier(IndexedTier[HostEntry]):
     slot_bytes      sizes to expect (full and INT4 block bytes of each group), so that extents fit them well
     prefault        touch the arena's pages in the background, so that first writes do not pay for it
     """
+
+    private_memory = True
+    put_batch_copies = 1
 
     def __init__(
         self,
@@ -61,6 +66,26 @@ class HostTier(IndexedTier[HostEntry]):
             for family in list(self._index.families.values()):
                 for entry in list(family.values()):
                     self._index.unlink(entry)
+
+    def lend(self, keys: Sequence[CopyKey]) -> list[Loan | None]:
+        loans: list[Loan | None] = []
+        with self._lock:
+            for key in keys:
+                entry = self._index.find(key)
+                if entry is None:
+                    loans.append(None)
+                    continue
+                entry.reader_count += 1
+                row = self._arena.memory[entry.offset : entry.offset + entry.size_bytes]
+                loans.append(Loan(row, partial(self._release, (entry,))))
+        return loans
+
+    def fading(self, count: int) -> list[Fading]:
+        with self._lock:
+            return [
+                Fading(entry.key, entry.parent, entry.size_bytes, entry.use_count > 0)
+                for entry in self._index.fading(count)
+            ]
 
     @property
     def peak_bytes(self) -> int:
