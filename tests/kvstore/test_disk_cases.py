@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from itertools import chain, combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -18,9 +18,6 @@ from kvstore.testing.transfer_contract import key_of
 from quant import dispatch
 from quant.native.checksum import OPERATION
 from tests.kvstore.disk_kit import CORRUPT, MISS, OK, SLOT, get, only_slot_file, put
-
-if TYPE_CHECKING:
-    from kvstore import KVStore
 
 MIB = 1 << 20
 INLINE = 20_000
@@ -157,21 +154,6 @@ def test_a_forger_who_knows_every_sum_but_no_secret_is_a_miss(tmp_path: Path) ->
         assert put(tier, [1], SLOT) == get(tier, [1], SLOT) == [OK]
     assert [tier.counters()[f"corrupt_{fault}"] for fault in ("unsigned", "forged")] == [1, 1]
     tier.close()
-
-
-def test_the_stores_secret_signs_what_lies_on_disk(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
-    from tests.kvstore.driving import run_prompt
-
-    prompt, found = list(range(129)), []
-    for secret in (SECRET.decode(), SECRET.decode(), ""):
-        settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}
-        store = make_store(blocks=24, secret=secret, **settings)
-        found.append(run_prompt(store, "one", prompt))
-        store.finish("one")
-        for _ in range(20):
-            store.step()
-        store.close()
-    assert found == [0, 128, 0]
 
 
 def test_case_052_nothing_is_seen_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
