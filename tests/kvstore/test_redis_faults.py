@@ -68,7 +68,7 @@ def test_a_hung_server_costs_its_timeout_once(plain: bool) -> None:
 
 
 def test_callers_never_wait_for_a_hung_server() -> None:
-    with Server() as server, remote_tier(server.url, executor=ThreadExecutor(), options=options(0.3)) as tier:
+    with Server() as server, remote_tier(server.url, executor=ThreadExecutor(), options=options(1.0)) as tier:
         assert put(tier, [key_of(1)]) == [OK]
         buffer = bytearray(SIZE_BYTES)
         with server.hung():
@@ -82,7 +82,7 @@ def test_callers_never_wait_for_a_hung_server() -> None:
                 tier.delete([key_of(5000 + number)])
                 tier.poll()
                 slowest = max(slowest, time.perf_counter() - start)
-            assert slowest < 0.1  # far below the timeout; a busy machine, not the server, is what it may wait for
+            assert slowest < 0.5  # far below the timeout; a busy machine, not the server, is what it may wait for
 
 
 def test_a_wrong_password_fails_fast_and_is_named() -> None:

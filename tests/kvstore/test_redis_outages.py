@@ -75,7 +75,7 @@ def test_callers_never_wait_for_a_black_hole() -> None:
             tier.submit_get([(key_of(number), bytearray(100))])
             tier.poll()
             slowest = max(slowest, time.perf_counter() - start)
-        assert slowest < 0.1
+        assert slowest < 0.2  # below the connect timeout
 
 
 @pytest.mark.parametrize("place", [3, 300, 1_900])
