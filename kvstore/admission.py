@@ -6,7 +6,6 @@ lease or transfer is left behind.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from allocator import FULL, BlockTable, CapacityError, GroupKind
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.costs import CostModel
     from kvstore.identity import HashChain
     from kvstore.mover import Mover
-    from kvstore.residency import GroupPlan, HitPlan, Residency
+    from kvstore.residency import GroupPlan, HitPlan, LowerCopy, Residency
 
 
 class Admitter:
@@ -166,13 +165,14 @@ class Admitter:
         try:
             for group_plan in plan.groups:
                 present = [block_id for block_id in group_plan.ids if block_id >= 0]
+                present += [known.block_id for copy in group_plan.copies.values() if (known := self._incoming(copy))]
                 pool.share(present)
                 shared.append(present)
             for group, group_plan in enumerate(plan.groups):
                 fetched.append([])
-                for form in sorted({copy.form for copy in group_plan.copies.values()}):
-                    count = sum(copy.form == form for copy in group_plan.copies.values())
-                    fetched[group] += pool.allocate(group, count, form).tolist()
+                forms = [copy.form for copy in group_plan.copies.values() if not self._incoming(copy)]
+                for form in sorted(set(forms)):
+                    fetched[group] += pool.allocate(group, forms.count(form), form).tolist()
                 self._require_room(group, needed_tokens, spare_blocks[group] if spare_blocks else 0)
         except CapacityError as error:
             error.transient = self._mover.in_flight_blocks > 0
@@ -198,71 +198,63 @@ class Admitter:
         if needed > available:
             raise CapacityError(needed, available, f"more blocks of group {kv_group.name!r} to admit the prompt")
 
+    def _incoming(self, copy: LowerCopy) -> PendingCopy | None:
+        """That copy on its way for somebody else: one transfer serves both."""
+        return self._mover.fetcher.incoming(copy.key)
+
     def _fill_table(self, sequence: Sequence, group: int, plan: GroupPlan, fresh: list[int]) -> None:
         table = sequence.tables[group]
-        forms = sorted({copy.form for copy in plan.copies.values()})
-        queues = {}
-        taken = 0
-        for form in forms:
-            count = sum(copy.form == form for copy in plan.copies.values())
-            queues[form] = iter(fresh[taken : taken + count])
-            taken += count
-        ids = list(plan.ids)
-        for position, copy in sorted(plan.copies.items()):
-            block_id = next(queues[copy.form])
-            ids[position - plan.first] = block_id
-            sequence.pending.append(
-                PendingCopy(group, position, block_id, copy.key.hash, copy.key, copy.form, copy.tier.name)
-            )
+        ids, rest = list(plan.ids), iter(fresh)  # fresh: by form, as `build_tables` asked for them
+        for position, copy in sorted(plan.copies.items(), key=lambda item: (item[1].form, item[0])):
+            pending = self._incoming(copy)
+            if pending is None:
+                pending = PendingCopy(
+                    group, position, next(rest), copy.key.hash, copy.key, copy.form, copy.tier.name
+                )
+            ids[position - plan.first] = pending.block_id
+            sequence.pending.append(pending)
         table.append([-1] * plan.first + ids)
         table.advance((plan.first + len(ids)) * self._geometry.block_tokens)
         if sequence.exact:
             self._pool.hold_exact(ids)
 
     def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None], now: float) -> None:
-        """Submit the sequence's pending copies, one transfer per tier."""
-        if not sequence.pending:
-            return
+        """Have the sequence's pending copies fetched; `on_done` once it has all that it can get."""
         sequence.state = SequenceState.LOADING
         tiers = {copy.tier.name: copy.tier for group in plan.groups for copy in group.copies.values()}
-
-        def done() -> None:
-            if all(copy.outcome is not None for copy in sequence.pending):
-                on_done(sequence)
-
-        ordered = sorted(sequence.pending, key=lambda copy: copy.tier)
-        for name, copies in groupby(ordered, key=lambda copy: copy.tier):
-            self._mover.start_fetch(tiers[name], list(copies), done, now)
+        self._mover.fetcher.start(sequence, tiers, on_done, now)
 
     # -- after the fetch ----------------------------------------------------------------------------------------
 
-    def settle(self, sequence: Sequence) -> int:
-        """Adopt what arrived and cut the tables at the first block that did not. Returns the ready blocks.
+    def settle(self, sequence: Sequence) -> tuple[int, list[PendingCopy]]:
+        """Adopt what arrived and find the first block that did not. Returns the ready blocks, and those newly named.
 
         A copy that is missing, late, torn or foreign is a miss: it and all after it are computed again.
         """
-        if not sequence.shared:  # a reset came between: what was stored before it counts for nothing
-            for copy in sequence.pending:
-                copy.outcome = False
-        missing = {(copy.group, copy.position) for copy in sequence.pending if not copy.outcome}
-        blocks = sequence.written // self._geometry.block_tokens
-        while blocks and not all(
-            self._covers(sequence, group, blocks, missing) for group in range(len(sequence.tables))
-        ):
+        # After a reset that came between, what was stored before it counts for nothing.
+        arrived = [copy for copy in sequence.pending if copy.outcome and sequence.shared]
+        missing = {(copy.group, copy.position) for copy in sequence.pending}
+        missing.difference_update((copy.group, copy.position) for copy in arrived)
+        sliding = [index for index, group in enumerate(self._geometry.groups) if group.kind is GroupKind.SLIDING]
+        gaps = [position for group, position in missing if group not in sliding]
+        blocks = min([sequence.written // self._geometry.block_tokens, *gaps])
+        while blocks and not all(self._has_window(sequence, group, blocks, missing) for group in sliding):
             blocks -= 1
-        for copy in sequence.pending:
-            if copy.outcome and copy.position < blocks:
+        fresh = []
+        for copy in arrived:
+            if copy.position < blocks:
+                is_named = self._pool.hash_of(copy.block_id) is not None  # by another one that waited for it too
                 kept = self._pool.adopt(copy.block_id, copy.block_hash, copy.key.exact, copy.form)
                 if kept != copy.block_id:
                     sequence.tables[copy.group].replace(copy.position, kept)
+                elif not is_named:
+                    fresh.append(copy)
         sequence.pending = []
         sequence.state = SequenceState.RUNNING
-        return blocks
+        return blocks, fresh
 
-    def _covers(self, sequence: Sequence, group: int, blocks: int, missing: set[tuple[int, int]]) -> bool:
-        """True when the group has every block that a token after `blocks` blocks may attend to."""
-        first = 0
-        if self._geometry.groups[group].kind is GroupKind.SLIDING:
-            first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
+    def _has_window(self, sequence: Sequence, group: int, blocks: int, missing: set[tuple[int, int]]) -> bool:
+        """True when a sliding group has every block that a token after `blocks` blocks may attend to."""
+        first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
         ids = sequence.tables[group].ids()
         return all(ids[position] >= 0 and (group, position) not in missing for position in range(first, blocks))

@@ -51,13 +51,11 @@ class Arrivals:
     def adopt(self, sequence: Sequence) -> int:
         """Name what arrived, cut the sequence at the first block that did not; the blocks that are there."""
         planned = sequence.written // self._block_tokens
-        pending = sequence.pending
-        blocks = self._admitter.settle(sequence)
-        adopted = [copy for copy in pending if copy.outcome and copy.position < blocks]
-        self._upkeep.remember_fetched(sequence, adopted)
+        blocks, fresh = self._admitter.settle(sequence)
+        self._upkeep.remember_fetched(sequence, fresh)
         if self._announcer.heard:
             hashes = sequence.chain.hashes
-            for copy in adopted:
+            for copy in fresh:
                 parent = hashes[copy.position - 1] if copy.position else None
                 self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
         if blocks < planned:

@@ -12,6 +12,7 @@ from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
 from kvstore.events import EventStream
 from kvstore.executor import make_executor
+from kvstore.fetching import Fetcher
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
@@ -83,12 +84,13 @@ def assemble(
     executor = make_executor(config.io_threads, on_failed=on_failed)
     costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
     residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
+    fetcher = Fetcher(geometry, pool, device, metrics, costs)
     mover = Mover(
         pool,
         device,
         executor,
         metrics,
-        costs,
+        fetcher,
         cool_queue_limit=config.cool_queue_blocks,
         spill_inflight_limit=config.spill_queue_blocks,
         waker=waker,

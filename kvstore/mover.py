@@ -1,4 +1,4 @@
-"""Movement of blocks: cool, spill and fetch, in bounded queues.
+"""Movement of blocks: cool and spill, in bounded queues; the way up is `Fetcher`'s.
 
 Decisions are made by `KVStore` under its lock; this file turns them into fenced transfers and brings the outcomes
 back. Nothing here waits and nothing here takes a lock: `start_*` enqueue, the executor copies or encodes without
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from allocator import BlockPool
-    from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
     from kvstore.executor import Executor
+    from kvstore.fetching import Fetcher
     from kvstore.metrics import StoreMetrics
-    from kvstore.sequence import PendingCopy
     from kvstore.tier import Completion, CopyKey, Tier, Transfer
 
 
@@ -54,16 +53,6 @@ class _SpillJob:
 
 
 @dataclass(slots=True)
-class _FetchJob:
-    tier: Tier
-    copies: list[PendingCopy]
-    buffers: list[memoryview]
-    on_done: Callable[[], None]
-    started_seconds: float
-    abandoned: bool = False
-
-
-@dataclass(slots=True)
 class Drained:
     """What one `drain` brought back, in blocks."""
 
@@ -80,7 +69,7 @@ class Mover:
         device: BlockBytes,
         executor: Executor,
         metrics: StoreMetrics,
-        costs: CostModel,
+        fetcher: Fetcher,
         *,
         cool_queue_limit: int,
         spill_inflight_limit: int,
@@ -90,11 +79,10 @@ class Mover:
         self._device = device
         self._executor = executor
         self._metrics = metrics
-        self._costs = costs
+        self.fetcher = fetcher
         self._spill_inflight_limit = spill_inflight_limit
         self._waker = waker
         self._spills: dict[Transfer, _SpillJob] = {}
-        self._fetches: dict[Transfer, _FetchJob] = {}
         self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
         self._cooling = 0
         self._spilling_blocks = 0
@@ -105,7 +93,12 @@ class Mover:
     @property
     def in_flight_blocks(self) -> int:
         """Blocks whose transfer has not been drained; memory may come free once it is."""
-        return self._cooling + self._spilling_blocks + sum(len(job.copies) for job in self._fetches.values())
+        return self._cooling + self._spilling_blocks + self.fetcher.block_count
+
+    def queued_bytes(self, tier: str) -> int:
+        """What a tier still has to move, both ways."""
+        spilling = sum(job.payload_bytes for job in self._spills.values() if job.tier.name == tier)
+        return spilling + self.fetcher.queued_bytes(tier)
 
     def depths(self) -> dict[str, int]:
         """Blocks that wait or are under way, by queue."""
@@ -113,7 +106,7 @@ class Mover:
             "cool": len(self._cool_queue),
             "cooling": self._cooling,
             "spilling": self._spilling_blocks,
-            "fetching": sum(len(job.copies) for job in self._fetches.values()),
+            "fetching": self.fetcher.block_count,
         }
 
     # -- cool ---------------------------------------------------------------------------------------------------
@@ -285,76 +278,6 @@ class Mover:
         pool.evict(gone)
         self._metrics.demoted(job.tier.name, len(gone))
 
-    # -- fetch --------------------------------------------------------------------------------------------------
-
-    def start_fetch(self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[], None], now: float) -> None:
-        """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set.
-
-        When the request cannot even be made, the copies are a miss and `on_done` runs here.
-        """
-        pool = self._pool
-        block_ids = [copy.block_id for copy in copies]
-        pool.begin_transfer(block_ids)
-        try:
-            buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
-            transfer = tier.submit_get([(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)])
-        except Exception:  # counted: what cannot be asked for is computed
-            pool.end_transfer(block_ids)
-            for copy in copies:
-                copy.outcome = False
-            self._metrics.missed("not_submitted", len(copies), tier=tier.name)
-            _LOG.exception("kvstore: %d copies from tier %s could not be asked for", len(copies), tier.name)
-            on_done()
-            return
-        self._fetches[transfer] = _FetchJob(tier, copies, buffers, on_done, now)
-
-    def expire(self, now: float, deadline_seconds: float) -> int:
-        """Give up fetches older than the deadline: their blocks are a miss now, and fenced until the tier lets go."""
-        late = [job for job in self._fetches.items() if now - job[1].started_seconds > deadline_seconds]
-        expired = 0
-        for transfer, job in late:
-            if not job.abandoned:
-                job.abandoned = True
-                transfer.cancel()
-                for copy in job.copies:
-                    copy.outcome = False
-                expired += len(job.copies)
-                self._metrics.missed("deadline", len(job.copies), tier=job.tier.name)
-                job.on_done()
-        return expired
-
-    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode], now: float) -> int:
-        name = job.tier.name
-        loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
-        self._metrics.transferred(name, "get", results, loaded_bytes, now - job.started_seconds)
-        if job.abandoned:  # late: the blocks belong to nobody any more and leave with their transfer
-            self._pool.end_transfer([copy.block_id for copy in job.copies])
-            return 0
-        good = 0
-        for place, copy in enumerate(job.copies):  # a tier that answers for too few keys has missed the rest
-            result = results[place] if place < len(results) else ResultCode.FAILED
-            cause = result.value if result is not ResultCode.OK else self._write_back(copy, job.buffers[place])
-            copy.outcome = cause is None
-            if cause is None:
-                good += 1
-            else:
-                self._metrics.missed(cause, tier=name)
-        self._pool.end_transfer([copy.block_id for copy in job.copies])
-        self._metrics.fetched(name, good)
-        if good == len(job.copies):
-            self._costs.observe_load(name, loaded_bytes, now - job.started_seconds)
-        job.on_done()
-        return good
-
-    def _write_back(self, copy: PendingCopy, buffer: memoryview) -> str | None:
-        """Bring fetched bytes to the device; the cause when that failed."""
-        try:
-            self._device.write_back(copy.group, copy.form, self._pool.slot_of(copy.block_id), buffer)
-        except Exception:  # counted: bytes that did not arrive are a miss
-            _LOG.exception("kvstore: a copy from tier %s could not be written to the device", copy.tier)
-            return "not_written"
-        return None
-
     # -- outcomes -----------------------------------------------------------------------------------------------
 
     def drain(self, tiers: Sequence[Tier], now: float) -> Drained:
@@ -367,6 +290,10 @@ class Mover:
                     self._finish(completion, drained, now)
                 except BaseException as error:  # raised below, once the other outcomes have been applied
                     failure = error
+        try:
+            self.fetcher.settle(now)
+        except BaseException as error:
+            failure = error
         while True:
             try:
                 job = self._cooled.get_nowait()
@@ -385,6 +312,4 @@ class Mover:
         if spill is not None:
             drained.spilled += self._finish_spill(spill, completion.results)
             return
-        fetch = self._fetches.pop(completion.transfer, None)
-        if fetch is not None:
-            drained.fetched += self._finish_fetch(fetch, completion.results, now)
+        drained.fetched += self.fetcher.finish(completion, now)

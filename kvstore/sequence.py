@@ -90,9 +90,12 @@ class Lease:
     active: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingCopy:
-    """One block of a sequence that is being fetched from a lower tier into a device block."""
+    """One block that is being fetched from a lower tier into a device block, for all sequences that wait for it.
+
+    Same hash, same chain before it: its position is the same in each of them.
+    """
 
     group: int
     position: int  # index of the block in its table
@@ -102,6 +105,7 @@ class PendingCopy:
     form: int
     tier: str
     outcome: bool | None = None  # None while in flight
+    waiters: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

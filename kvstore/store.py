@@ -354,6 +354,8 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
+        if sequence.pending:
+            self._upkeep.mover.fetcher.leave(sequence)
         self._growth.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:

@@ -165,7 +165,7 @@ class Upkeep:
 
     def step(self, now: float) -> StepReport:
         before = self.drain(now)
-        self.mover.expire(now, self.config.fetch_deadline_seconds)
+        self.mover.fetcher.expire(now, self.config.fetch_deadline_seconds)
         moved = self._compact()
         self.mover.start_cool(self.config.cool_blocks_per_step)
         for group in range(len(self.geometry.groups)):

@@ -57,7 +57,7 @@ def spill_without_fence(store: KVStore) -> None:
 def failed_copies_taken_as_good(store: KVStore) -> None:
     settle = store._admitter.settle
 
-    def trusting(sequence: Sequence) -> int:
+    def trusting(sequence: Sequence) -> Any:
         for copy in sequence.pending:
             copy.outcome = True
         return settle(sequence)
@@ -66,15 +66,15 @@ def failed_copies_taken_as_good(store: KVStore) -> None:
 
 
 def targets_shifted(store: KVStore) -> None:
-    start = store._upkeep.mover.start_fetch
+    submit = store._upkeep.mover.fetcher._submit
 
-    def shifted(tier: Any, copies: list[Any], on_done: Any, now: float) -> None:
+    def shifted(tier: Any, copies: list[Any], now: float) -> None:
         if len({copy.form for copy in copies}) == 1:
             for copy, key in zip(copies, [copy.key for copy in copies][::-1], strict=True):
                 copy.key = key
-        start(tier, copies, on_done, now)
+        submit(tier, copies, now)
 
-    store._upkeep.mover.start_fetch = shifted  # type: ignore[method-assign]
+    store._upkeep.mover.fetcher._submit = shifted  # type: ignore[method-assign]
 
 
 def copy_on_write_skipped(store: KVStore) -> None:
