@@ -6,9 +6,11 @@ lease or transfer is left behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from allocator import FULL, BlockTable, CapacityError, GroupKind
+from kvstore.costs import Stretch
 from kvstore.sequence import Admission, Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
     from kvstore.identity import HashChain
+    from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
     from kvstore.residency import GroupPlan, HitPlan, LowerCopy, Residency
 
@@ -30,12 +33,14 @@ class Admitter:
         residency: Residency,
         mover: Mover,
         costs: CostModel,
+        metrics: StoreMetrics,
     ) -> None:
         self._geometry = geometry
         self._pool = pool
         self._residency = residency
         self._mover = mover
         self._costs = costs
+        self._metrics = metrics
 
     def usable_hashes(self, hashes: Items[bytes], token_count: int, private_from: int | None) -> Items[bytes]:
         """Hashes of the blocks a prompt may reuse: at least one token stays to be computed."""
@@ -44,11 +49,49 @@ class Admitter:
         return hashes if len(hashes) <= limit else hashes[:limit]
 
     def find(self, root: bytes, hashes: Items[bytes], exact: bool) -> HitPlan:
-        """The longest hit worth having: copies that are slower to load than to recompute are left out."""
+        """The longest hit worth having: from where on copies are slower to load than to recompute, it ends."""
         plan = self._residency.plan(root, hashes, exact)
-        if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
-            plan = self._residency.on_device(plan, root, hashes, exact)
+        start = plan.device_blocks
+        if start == plan.blocks or self._costs.always_load:
+            return plan
+        stretches = self._stretches(plan, start)
+        queued_bytes = {stretch.tier: self._mover.queued_bytes(stretch.tier) for stretch in stretches}
+        count = self._costs.leading_stretches(stretches, queued_bytes)
+        if count < len(stretches):
+            tokens = sum(stretch.tokens for stretch in stretches[:count])
+            plan = self._residency.cut(plan, root, hashes, exact, start + tokens // self._geometry.block_tokens)
+            if not count:
+                plan = self._residency.on_device(plan, root, hashes, exact)
+        plan.stretches, plan.loaded_stretches = stretches, count
         return plan
+
+    def note_choice(self, plan: HitPlan) -> None:
+        """A sequence goes by this plan."""
+        if plan.stretches:
+            self._costs.note_choice(plan.stretches, plan.loaded_stretches)
+            left = sum(stretch.tokens for stretch in plan.stretches[plan.loaded_stretches :])
+            self._metrics.recomputed(left, cause="cheaper")
+
+    def _stretches(self, plan: HitPlan, start: int) -> list[Stretch]:
+        """The blocks of a plan from `start` on, by the slowest tier that each needs; one on the device goes along."""
+        order = {tier.name: place for place, tier in enumerate(self._residency.tiers)}
+        byte_counts: Counter[int] = Counter()
+        slowest: dict[int, str] = {}
+        for group in plan.groups:
+            for position, copy in group.copies.items():
+                name = copy.tier.name
+                byte_counts[position] += self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
+                slowest[position] = max(slowest.get(position, name), name, key=order.__getitem__)
+        block_tokens = self._geometry.block_tokens
+        stretches: list[Stretch] = []
+        for position in range(start, plan.blocks):
+            tier = slowest.get(position) or stretches[-1].tier
+            tokens, byte_count = block_tokens, byte_counts[position]
+            if stretches and stretches[-1].tier == tier:
+                last = stretches.pop()
+                tokens, byte_count = tokens + last.tokens, byte_count + last.byte_count
+            stretches.append(Stretch(tier, tokens, byte_count))
+        return stretches
 
     def find_leading(self, root: bytes, hashes: Items[bytes], exact: bool, limit: int) -> HitPlan:
         """The longest hit that needs at most `limit` blocks beyond what is on the device, whatever loading costs."""
@@ -62,15 +105,6 @@ class Admitter:
         plan = self._residency.on_device(plan, chain.root, usable, exact)
         blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
         return blocks, plan.blocks * self._geometry.block_tokens
-
-    def _worth_loading(self, plan: HitPlan) -> bool:
-        copies = [copy for group in plan.groups for copy in group.copies.values()]
-        tokens = (plan.blocks - plan.device_blocks) * self._geometry.block_tokens
-        byte_counts: dict[str, int] = {}
-        for copy in copies:
-            size = self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
-            byte_counts[copy.tier.name] = byte_counts.get(copy.tier.name, 0) + size
-        return self._costs.should_load(byte_counts, tokens)
 
     def hit(self, plan: HitPlan) -> Hit:
         block_tokens = self._geometry.block_tokens

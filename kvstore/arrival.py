@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Sequence as Items
 
     from allocator import BlockPool, KVGeometry
     from kvstore.admission import Admitter
     from kvstore.announce import Announcer
     from kvstore.growth import Growth
     from kvstore.metrics import StoreMetrics
-    from kvstore.sequence import Sequence
+    from kvstore.sequence import PendingCopy, Sequence
     from kvstore.upkeep import Upkeep
 
 
@@ -53,6 +54,7 @@ class Arrivals:
         planned = sequence.written // self._block_tokens
         blocks, fresh = self._admitter.settle(sequence)
         self._upkeep.remember_fetched(sequence, fresh)
+        self._bring_nearer(fresh)
         if self._announcer.heard:
             hashes = sequence.chain.hashes
             for copy in fresh:
@@ -68,6 +70,20 @@ class Arrivals:
                 sequence.lossy_from = min(sequence.lossy_from, ready)
             self._metrics.recomputed((planned - blocks) * self._block_tokens, cause="not_fetched")
         return blocks
+
+    def _bring_nearer(self, arrived: Items[PendingCopy]) -> None:
+        """Offer what came from a slower tier to the faster ones: the next hit is found nearer."""
+        upkeep = self._upkeep
+        order = {tier.name: place for place, tier in enumerate(upkeep.tiers)}
+        source = {copy.block_id: copy.tier for copy in arrived if order[copy.tier]}
+        copies = upkeep.copies_of(list(source))
+        for place, tier in enumerate(upkeep.tiers[:-1]):
+            wanted = [copy for copy in copies if order[source[copy[0]]] > place]
+            present = tier.contains([key for _, key, _ in wanted]) if wanted else []
+            missing = [copy for copy, there in zip(wanted, present, strict=True) if not there]
+            count = upkeep.mover.start_spill(tier, missing)
+            for name, blocks in Counter(source[block_id] for block_id, _, _ in missing[:count]).items():
+                self._metrics.promoted(name, blocks)
 
     def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""

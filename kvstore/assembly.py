@@ -106,7 +106,7 @@ def assemble(
             announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
-    admitter = Admitter(geometry, pool, residency, mover, costs)
+    admitter = Admitter(geometry, pool, residency, mover, costs, metrics)
     growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from allocator import BlockPool, KVGeometry, PrefixIndex
+    from kvstore.costs import Stretch
     from kvstore.tier import Tier
 
 _PROBE_BLOCKS = 32  # positions asked of a tier at once: long enough to amortise, short enough to stop early
@@ -65,9 +66,13 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class HitPlan:
+    """stretches: what lies below the device, of which the first `loaded_stretches` are worth loading and in the plan."""
+
     blocks: int
     groups: list[GroupPlan]
     reason: HitReason | None
+    stretches: Sequence[Stretch] = ()
+    loaded_stretches: int = 0
 
     @property
     def lossy_at(self) -> int | None:
@@ -85,7 +90,7 @@ class Residency:
         """cold: (name, parameters) of the codec of INT4 copies, None when every copy is raw."""
         self._geometry = geometry
         self._pool = pool
-        self._tiers = tuple(tiers)
+        self.tiers = tuple(tiers)
         self._cold = cold
         self._block_tokens = geometry.block_tokens
         kinds = [group.kind for group in geometry.groups]
@@ -160,7 +165,7 @@ class Residency:
         plan = GroupPlan(0, [])
         index = self._pool.index(group)
         self._extend_on_device(plan, index, hashes, exact)
-        while len(plan.ids) < len(hashes) and self._tiers:
+        while len(plan.ids) < len(hashes) and self.tiers:
             position = len(plan.ids)
             probe = hashes[position : position + _PROBE_BLOCKS]
             taken = 0
@@ -203,7 +208,7 @@ class Residency:
         self, root: bytes, plan: GroupPlan, group: int, hashes: Sequence[bytes], exact: bool
     ) -> int | None:
         """Fill `plan` for `hashes`; the index of the LAST block that is nowhere, or None when all are found."""
-        lower = self._lower_copies(root, group, hashes, exact) if self._tiers else [None] * len(hashes)
+        lower = self._lower_copies(root, group, hashes, exact) if self.tiers else [None] * len(hashes)
         missing = None
         index = self._pool.index(group)
         for offset, block_hash in enumerate(hashes):
@@ -229,7 +234,7 @@ class Residency:
         best: list[LowerCopy | None] = [None] * len(hashes)
         if not hashes:
             return best
-        for tier in self._tiers:
+        for tier in self.tiers:
             for form, exactly in kinds:
                 open_positions = [index for index, copy in enumerate(best) if copy is None]
                 if not open_positions:

@@ -244,6 +244,7 @@ class KVStore:
             plan = self._admitter.find(chain.root, hashes, exact)
             self._admitter.build_tables(sequence, plan, token_count, spare_blocks)
             self._sequences[sequence_id] = sequence
+            self._admitter.note_choice(plan)
             self._parts.leases.take_over(lease)
             if sequence.pending:
                 self._admitter.start_fetch(sequence, plan, self._arrivals.fetched, self._clock())
@@ -388,7 +389,7 @@ class KVStore:
 
     def _state_gauges(self) -> None:
         with self._lock:
-            state_gauges(self.metrics, self.usage(), self._upkeep.mover.depths(), self.tiers)
+            state_gauges(self.metrics, self.usage(), self._upkeep.mover.depths(), self.tiers, self._parts.costs)
         state_kernel_paths(self.metrics, self._device)
 
     def reset(self) -> None:

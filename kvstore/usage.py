@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
     from allocator import BlockPool, KVGeometry
+    from kvstore.costs import CostModel
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import Sequence
     from kvstore.tier import Tier
@@ -74,7 +75,9 @@ def measure(geometry: KVGeometry, pool: BlockPool, sequences: Items[Sequence]) -
     )
 
 
-def state_gauges(metrics: StoreMetrics, usage: StoreUsage, queues: Mapping[str, int], tiers: Items[Tier]) -> None:
+def state_gauges(
+    metrics: StoreMetrics, usage: StoreUsage, queues: Mapping[str, int], tiers: Items[Tier], costs: CostModel
+) -> None:
     """Set every gauge of a store to what holds now."""
     for name, class_bytes in usage.bytes_by_class.items():
         metrics.set("class_bytes", class_bytes, **{"class": name})
@@ -84,6 +87,10 @@ def state_gauges(metrics: StoreMetrics, usage: StoreUsage, queues: Mapping[str, 
         metrics.set("tier_used_bytes", tier.used_bytes, tier=tier.name)
         metrics.set("tier_capacity_bytes", tier.capacity_bytes, tier=tier.name)
         metrics.set("orphaned_copies", tier.orphan_count, tier=tier.name)
+    for name, cost in costs.estimates().items():
+        metrics.set("load_latency_seconds", cost.latency_seconds, tier=name)
+        metrics.set("load_bytes_per_second", cost.bytes_per_second, tier=name)
+    metrics.set("prefill_tokens_per_second", costs.prefill_tokens_per_second)
     metrics.set("resident_tokens", usage.resident_tokens)
     metrics.set("waste_fraction", usage.waste_fraction)
     metrics.set("sequences", usage.live_sequences)
