@@ -57,12 +57,13 @@ class Admitter:
         stretches = self._stretches(plan, start)
         queued_bytes = {stretch.tier: self._mover.queued_bytes(stretch.tier) for stretch in stretches}
         count = self._costs.leading_stretches(stretches, queued_bytes)
+        pending = plan.pending
         if count < len(stretches):
             tokens = sum(stretch.tokens for stretch in stretches[:count])
             plan = self._residency.cut(plan, root, hashes, exact, start + tokens // self._geometry.block_tokens)
             if not count:
                 plan = self._residency.on_device(plan, root, hashes, exact)
-        plan.stretches, plan.loaded_stretches = stretches, count
+        plan.pending, plan.stretches, plan.loaded_stretches = pending, stretches, count
         return plan
 
     def note_choice(self, plan: HitPlan) -> None:
@@ -106,7 +107,7 @@ class Admitter:
         blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
         return blocks, plan.blocks * self._geometry.block_tokens
 
-    def hit(self, plan: HitPlan) -> Hit:
+    def hit(self, plan: HitPlan, pending: bool = False) -> Hit:
         block_tokens = self._geometry.block_tokens
         return Hit(
             tokens=plan.blocks * block_tokens,
@@ -114,6 +115,7 @@ class Admitter:
             by_tier=self._tokens_by_tier(plan),
             reason=plan.reason,
             needed_tokens=block_tokens + 1,
+            pending=pending,
         )
 
     def _tokens_by_tier(self, plan: HitPlan) -> dict[str, int]:

@@ -86,6 +86,9 @@ class HostTier(QueuedTier):
                 for entry in list(family.values()):
                     self._index.unlink(entry)
 
+    def follow_epoch(self, epoch: int) -> None:
+        self.clear()
+
     def touch(self, keys: Sequence[CopyKey]) -> None:
         with self._lock:
             for key in keys:

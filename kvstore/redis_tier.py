@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,11 +45,15 @@ _OUR_SECRET_MATTER = (FrameFault.NO_SECRET, FrameFault.UNSIGNED)  # others may r
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory."""
+    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory.
+
+    epoch_seconds: for so long the epoch counts after it was read, and so long a reset waits for others to notice.
+    """
 
     links: LinkOptions = field(default_factory=LinkOptions)
     value_limit_bytes: int = 64 << 20
     lookup_deadline_seconds: float = 1.0
+    epoch_seconds: float = 1.0
     lookup_executor: Executor | None = None  # None: the tier's own, behind its transfers
     entries: int = 1 << 18  # beliefs kept, about 400 bytes each
 
@@ -90,6 +95,10 @@ class RedisTier(QueuedTier):
         self._wanted: list[CopyKey] = []
         self._is_surveyed = not capacity_bytes
         self._generation = 0
+        self._clock = options.links.clock
+        self._epoch = 0
+        self._epoch_read_seconds = -1e9
+        self._reads_epoch = False
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -160,14 +169,41 @@ class RedisTier(QueuedTier):
 
     def read_epoch(self) -> int:
         """The namespace's epoch, made when there is none. Waits for the server; TierError when it cannot be reached."""
-        return self.space.read_epoch()
+        started, epoch = self._clock(), None
+        try:
+            epoch = self.space.read_epoch()
+            if epoch < self._epoch:  # the key was lost and made anew: what it was must not come back
+                epoch = self.space.raise_epoch(self._epoch + 1)
+            self._epoch = epoch
+        finally:  # a server that says nothing holds nobody up: what is known goes on to count
+            self._epoch_read_seconds = self._clock() if epoch is None else started
+        return epoch
 
-    def raise_epoch(self) -> int:
-        """A new epoch for every process that shares the namespace. Waits for the server, as read_epoch."""
-        return self.space.raise_epoch()
+    def raise_epoch(self, least: int = 0) -> int:
+        """A new epoch for every process that shares the namespace. Waits for the server, and until others that are in
+        touch with it have looked.
+        """
+        epoch = self._epoch = self.space.raise_epoch(least)
+        time.sleep(self._options.epoch_seconds)
+        return epoch
+
+    def seen_epoch(self) -> int | None:
+        limit = self._options.epoch_seconds
+        if self._clock() - self._epoch_read_seconds > limit / 2 and not self._reads_epoch:
+            self._reads_epoch = True
+            self._background(self._read_epoch_again, self._lookups)
+        return None if self._clock() - self._epoch_read_seconds > limit else self._epoch
+
+    def _read_epoch_again(self) -> None:
+        try:
+            self.read_epoch()
+        except TierError:
+            self._count("epoch_unread")
+        finally:
+            self._reads_epoch = False
+        self._wake()
 
     def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
-        """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
         self.space.describe(root, description)
 
     # hooks -----------------------------------------------------------------------------------------------------------
@@ -350,6 +386,13 @@ class RedisTier(QueuedTier):
             self._ledger.answer(order.item, int(order.reply) + _NAME_BYTES if there else None)  # type: ignore[arg-type]
             if isinstance(order.reply, Lost | ErrorReply):
                 self._count("lookup_failed")
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something that was asked for in the background is known now."""
+        waker = self._waker
+        if waker is not None:
+            waker()
 
     def _failure(self, reply: Reply | Lost) -> ResultCode:
         if isinstance(reply, Lost):

@@ -18,8 +18,10 @@ from allocator import DuplicateSequence, KVGeometry, UnknownSequence, UsageError
 from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.config import KVStoreConfig
+from kvstore.epochs import Epochs
 from kvstore.operations import state_kernel_paths
 from kvstore.prompts import Prompts
+from kvstore.questions import Questions
 from kvstore.relocation import Relocation, is_promotion
 from kvstore.sequence import RUNNING, Admission, FetchState, Hit, Lease, Sequence, SequenceState
 from kvstore.store_checks import check_store
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from allocator import Slab
     from kvstore.identity import HashChain, Identity, Media
+    from kvstore.residency import HitPlan
     from kvstore.tier import Tier
 
 
@@ -83,6 +86,15 @@ class KVStore:
             parts.admitter, parts.arrivals, parts.upkeep, parts.metrics, self._sequences, self._release
         )
         self.events = parts.announcer.events
+        self._questions = Questions(self.config.fetch_deadline_seconds)
+        try:
+            self._epochs = Epochs(
+                parts.tiers, self._prompts, parts.pool, self.events, parts.upkeep, self._sequences, self._lock
+            )
+        except BaseException:
+            for tier in parts.tiers if tiers is None else ():
+                tier.close()
+            raise
         self.metrics.before_reading = self._state_gauges
 
     # -- what others may look at --------------------------------------------------------------------------------
@@ -144,19 +156,33 @@ class KVStore:
     ) -> Hit:
         """The longest reusable prefix of `token_ids`, by tier. Changes nothing: repeat it as often as you like.
 
+        Never waits: while a slow tier is still looking, the hit is `pending` and may be larger after the next step.
+
         exact: only raw copies of exactly computed blocks count. identity: another adapter, tenant or salt than
         the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
         """
+        self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, media, identity)
         return self.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact)
 
     def lookup_hashes(self, root: bytes, hashes: Items[bytes], token_count: int, *, exact: bool = False) -> Hit:
         """`lookup` for a caller that has the block hashes already (hash of each full block, in order)."""
         check_hashes(hashes, token_count, self.geometry.block_tokens)
+        is_fresh = self._epochs.keep_up()
         with self._lock:
             self._check_open()
             usable = self._admitter.usable_hashes(hashes, token_count, None)
-            return self._admitter.hit(self._admitter.find(root, usable, exact))
+            plan = self._admitter.find(root, usable, exact)
+            if not self._is_asking(plan, usable, exact, is_fresh):
+                return self._admitter.hit(plan)
+            if not is_fresh:  # what was stored before a reset elsewhere must not be told of
+                plan = self._admitter.find(root, (), exact)
+            return self._admitter.hit(plan, pending=True)
+
+    def _is_asking(self, plan: HitPlan, hashes: Items[bytes], exact: bool, is_fresh: bool) -> bool:
+        """Whether a tier is still looking, and the engine should ask again rather than go on without."""
+        pending = bool(hashes) and (plan.pending or not is_fresh)
+        return self._questions.is_open(hashes[-1] if hashes else b"", exact, pending, self._clock())
 
     def pin(
         self,
@@ -173,6 +199,7 @@ class KVStore:
         `config.lease_seconds`, which is also the longest that may be asked for.
         """
         seconds = self._parts.leases.checked_seconds(ttl_seconds)
+        self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, media, identity)
         with self._lock:
             self._check_open()
@@ -186,6 +213,7 @@ class KVStore:
 
     def promote(self, token_ids: Items[int] | HashChain, *, exact: bool = False) -> int:
         """Read a prefix's next blocks up from lower tiers and keep them as hits; tokens on their way (see `step`)."""
+        self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, (), None)
         with self._lock:
             self._check_open()
@@ -213,7 +241,7 @@ class KVStore:
         private_from: int | None = None,
         spare_blocks: Items[int] = (),
     ) -> Admission:
-        """Begin a sequence: share what is there, start fetching what lies lower.
+        """Begin a sequence: share what is there, start fetching what lies lower. `ask_again`: not yet, see Admission.
 
         exact: only what reads as full precision is shared, and none of the sequence's blocks ever cools.
         lease: given back once the sequence has references of its own; one that has ended is a miss, not an error.
@@ -224,6 +252,7 @@ class KVStore:
         LeaseError for another store's lease, UsageError for bad token ids and counts.
         """
         text_id("sequence_id", sequence_id)
+        is_fresh = self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, media, identity)
         token_count = chain.token_count
         prompt_tokens = token_count if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, 0, token_count)
@@ -242,6 +271,8 @@ class KVStore:
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
+            if self._is_asking(plan, hashes, exact, is_fresh):
+                return Admission(sequence_id, 0, 0, ask_again=True)
             self._admitter.build_tables(sequence, plan, token_count, spare_blocks)
             self._sequences[sequence_id] = sequence
             self._admitter.note_choice(plan)
@@ -367,6 +398,7 @@ class KVStore:
 
     def step(self, now: float | None = None) -> StepReport:
         """Bring back finished transfers, then start a bounded amount of cooling and spilling. Never waits."""
+        self._epochs.keep_up()
         with self._lock:
             self._check_open()
             now = self._clock() if now is None else now
@@ -377,9 +409,10 @@ class KVStore:
             return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
+        """Block until a transfer or a lookup has ended or the time is up; for idle loops. Then call `step`."""
         with self._lock:
-            if self._closed or not self._upkeep.mover.in_flight_blocks:
+            waits = self._upkeep.mover.in_flight_blocks or self._questions.any_open(self._clock())
+            if self._closed or not waits:
                 return False
         return self._arrived.wait(timeout_seconds)
 
@@ -395,17 +428,12 @@ class KVStore:
     def reset(self) -> None:
         """The weights changed in place: nothing stored before is ever served again.
 
-        Raises the epoch, drops idle blocks and empties every tier. Live sequences go on, but name nothing any more.
+        Raises the epoch, drops idle blocks and empties every tier; waits for the tiers, and for other processes that
+        share one to notice. Live sequences go on, but name nothing any more.
         Raises TierError when a tier cannot be reached; the epoch is raised all the same, so that even its copies miss.
         """
-        with self._lock:
-            self._check_open()
-            epoch = self._prompts.raise_epoch()
-            for sequence in self._sequences.values():
-                sequence.shared = False
-            self.pool.forget_names()
-            self.events.begin_epoch(epoch)
-            self._upkeep.clear()
+        self._check_open()
+        self._epochs.reset()
 
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allocator import COLD, FULL, TierError
+from allocator import COLD, FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,20 +97,9 @@ class Upkeep:
             for block_id in ids:
                 self._names.pop(block_id, None)
 
-    def clear(self) -> None:
-        """For a reset: no block keeps a name under which it could be copied down, and every tier is emptied.
-
-        Raises TierError when a tier cannot be reached, after all have been tried.
-        """
+    def forget_all(self) -> None:
+        """For a reset: no block keeps a name under which it could be copied down."""
         self._names.clear()
-        failures = []
-        for tier in self.tiers:
-            try:
-                tier.clear()
-            except TierError as error:
-                failures.append(f"{tier.name}: {error}")
-        if failures:
-            raise TierError("reset did not reach every tier: " + "; ".join(failures))
 
     def note_shortage(self, group: int) -> None:
         self._starved = group
