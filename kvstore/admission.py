@@ -244,9 +244,7 @@ class Admitter:
         for position, copy in sorted(plan.copies.items(), key=lambda item: (item[1].form, item[0])):
             pending = self._incoming(copy)
             if pending is None:
-                pending = PendingCopy(
-                    group, position, next(rest), copy.key.hash, copy.key, copy.form, copy.tier.name
-                )
+                pending = PendingCopy(group, position, next(rest), copy.key.hash, copy.key, copy.form, copy.tier.name)
             ids[position - plan.first] = pending.block_id
             sequence.pending.append(pending)
         table.append([-1] * plan.first + ids)

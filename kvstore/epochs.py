@@ -15,14 +15,11 @@ from kvstore.tier import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from collections.abc import Sequence as Items
     from threading import RLock
 
-    from allocator import BlockPool
-    from kvstore.events import EventStream
+    from kvstore.assembly import Parts
     from kvstore.prompts import Prompts
     from kvstore.sequence import Sequence
-    from kvstore.upkeep import Upkeep
 
 _ROUNDS = 3  # a tier that others share may answer with a larger epoch than it was asked for
 
@@ -30,26 +27,17 @@ _ROUNDS = 3  # a tier that others share may answer with a larger epoch than it w
 class Epochs:
     """lock: the store's. Begins at construction, which may wait for tiers."""
 
-    def __init__(
-        self,
-        tiers: Items[Tier],
-        prompts: Prompts,
-        pool: BlockPool,
-        events: EventStream,
-        upkeep: Upkeep,
-        sequences: Mapping[str, Sequence],
-        lock: RLock,
-    ) -> None:
-        self._tiers = tuple(tiers)
-        self._watched = tuple(tier for tier in tiers if type(tier).seen_epoch is not Tier.seen_epoch)
+    def __init__(self, parts: Parts, prompts: Prompts, sequences: Mapping[str, Sequence], lock: RLock) -> None:
+        self._tiers = parts.tiers
+        self._watched = tuple(tier for tier in parts.tiers if type(tier).seen_epoch is not Tier.seen_epoch)
         self._prompts = prompts
-        self._pool = pool
-        self._events = events
-        self._upkeep = upkeep
+        self._pool = parts.pool
+        self._events = parts.announcer.events
+        self._upkeep = parts.upkeep
         self._sequences = sequences
         self._lock = lock
         self._begin(self._agreed())
-        prompts.describe_to(tiers)
+        prompts.describe_to(parts.tiers)
 
     def _agreed(self) -> int:
         """The epoch to begin with. What cannot be read now is followed later, and holds nothing under this one."""

@@ -196,7 +196,7 @@ class Fetcher:
             self._tell()
 
     def settle(self, now: float) -> None:
-        """Learn what each tier has moved since it was last looked at, and tell the sequences that have all they can get.
+        """Learn what each tier has moved since it was last looked at, and tell sequences that have all they can get.
 
         Pieces of one tier follow each other, so their bytes are priced together, not each from its submit.
         """

@@ -94,6 +94,7 @@ class Prompts:
     def describe_to(self, tiers: Items[Tier]) -> None:
         """From now on tell these tiers what each root stands for, in words for operators; also from other threads."""
         self._described_to = tuple(tiers)
+        self._described.clear()
         self._tell(*self._current)
 
     def _tell(self, identity: Identity, root: bytes) -> None:

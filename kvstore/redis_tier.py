@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
+from kvstore.redis_epoch import SharedEpoch
 from kvstore.redis_frames import FrameSink, KeyNames, Specs, joined_checksum
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
@@ -95,10 +95,7 @@ class RedisTier(QueuedTier):
         self._wanted: list[CopyKey] = []
         self._is_surveyed = not capacity_bytes
         self._generation = 0
-        self._clock = options.links.clock
-        self._epoch = 0
-        self._epoch_read_seconds = -1e9
-        self._reads_epoch = False
+        self._epoch = SharedEpoch(self.space, options.epoch_seconds, options.links.clock, self._wake)
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -168,40 +165,13 @@ class RedisTier(QueuedTier):
     # for operators and resets ----------------------------------------------------------------------------------------
 
     def read_epoch(self) -> int:
-        """The namespace's epoch, made when there is none. Waits for the server; TierError when it cannot be reached."""
-        started, epoch = self._clock(), None
-        try:
-            epoch = self.space.read_epoch()
-            if epoch < self._epoch:  # the key was lost and made anew: what it was must not come back
-                epoch = self.space.raise_epoch(self._epoch + 1)
-            self._epoch = epoch
-        finally:  # a server that says nothing holds nobody up: what is known goes on to count
-            self._epoch_read_seconds = self._clock() if epoch is None else started
-        return epoch
+        return self._epoch.read()
 
     def raise_epoch(self, least: int = 0) -> int:
-        """A new epoch for every process that shares the namespace. Waits for the server, and until others that are in
-        touch with it have looked.
-        """
-        epoch = self._epoch = self.space.raise_epoch(least)
-        time.sleep(self._options.epoch_seconds)
-        return epoch
+        return self._epoch.rise(least)
 
     def seen_epoch(self) -> int | None:
-        limit = self._options.epoch_seconds
-        if self._clock() - self._epoch_read_seconds > limit / 2 and not self._reads_epoch:
-            self._reads_epoch = True
-            self._background(self._read_epoch_again, self._lookups)
-        return None if self._clock() - self._epoch_read_seconds > limit else self._epoch
-
-    def _read_epoch_again(self) -> None:
-        try:
-            self.read_epoch()
-        except TierError:
-            self._count("epoch_unread")
-        finally:
-            self._reads_epoch = False
-        self._wake()
+        return self._epoch.seen(lambda task: self._background(task, self._lookups))
 
     def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
         self.space.describe(root, description)

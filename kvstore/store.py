@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from allocator import Slab
     from kvstore.identity import HashChain, Identity, Media
-    from kvstore.residency import HitPlan
     from kvstore.tier import Tier
 
 
@@ -81,20 +80,10 @@ class KVStore:
         self.cold_codec = parts.cold_codec
         self._parts = parts
         self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
-        self._arrivals = parts.arrivals
-        self._relocation = Relocation(
-            parts.admitter, parts.arrivals, parts.upkeep, parts.metrics, self._sequences, self._release
-        )
+        self._relocation = Relocation(parts, self._sequences, self._release)
         self.events = parts.announcer.events
-        self._questions = Questions(self.config.fetch_deadline_seconds)
-        try:
-            self._epochs = Epochs(
-                parts.tiers, self._prompts, parts.pool, self.events, parts.upkeep, self._sequences, self._lock
-            )
-        except BaseException:
-            for tier in parts.tiers if tiers is None else ():
-                tier.close()
-            raise
+        self._questions = Questions(parts.admitter, self.config.fetch_deadline_seconds)
+        self._epochs = Epochs(parts, self._prompts, self._sequences, self._lock)
         self.metrics.before_reading = self._state_gauges
 
     # -- what others may look at --------------------------------------------------------------------------------
@@ -156,8 +145,7 @@ class KVStore:
     ) -> Hit:
         """The longest reusable prefix of `token_ids`, by tier. Changes nothing: repeat it as often as you like.
 
-        Never waits: while a slow tier is still looking, the hit is `pending` and may be larger after the next step.
-
+        Never waits: a hit is `pending` while a slow tier is still looking, and may be larger after the next step.
         exact: only raw copies of exactly computed blocks count. identity: another adapter, tenant or salt than
         the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
         """
@@ -172,17 +160,7 @@ class KVStore:
         with self._lock:
             self._check_open()
             usable = self._admitter.usable_hashes(hashes, token_count, None)
-            plan = self._admitter.find(root, usable, exact)
-            if not self._is_asking(plan, usable, exact, is_fresh):
-                return self._admitter.hit(plan)
-            if not is_fresh:  # what was stored before a reset elsewhere must not be told of
-                plan = self._admitter.find(root, (), exact)
-            return self._admitter.hit(plan, pending=True)
-
-    def _is_asking(self, plan: HitPlan, hashes: Items[bytes], exact: bool, is_fresh: bool) -> bool:
-        """Whether a tier is still looking, and the engine should ask again rather than go on without."""
-        pending = bool(hashes) and (plan.pending or not is_fresh)
-        return self._questions.is_open(hashes[-1] if hashes else b"", exact, pending, self._clock())
+            return self._questions.hit(root, usable, exact, is_fresh, self._clock())
 
     def pin(
         self,
@@ -199,7 +177,6 @@ class KVStore:
         `config.lease_seconds`, which is also the longest that may be asked for.
         """
         seconds = self._parts.leases.checked_seconds(ttl_seconds)
-        self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, media, identity)
         with self._lock:
             self._check_open()
@@ -213,7 +190,6 @@ class KVStore:
 
     def promote(self, token_ids: Items[int] | HashChain, *, exact: bool = False) -> int:
         """Read a prefix's next blocks up from lower tiers and keep them as hits; tokens on their way (see `step`)."""
-        self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, (), None)
         with self._lock:
             self._check_open()
@@ -271,16 +247,16 @@ class KVStore:
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
-            if self._is_asking(plan, hashes, exact, is_fresh):
+            if self._questions.is_open(plan, hashes, exact, is_fresh, self._clock()):
                 return Admission(sequence_id, 0, 0, ask_again=True)
             self._admitter.build_tables(sequence, plan, token_count, spare_blocks)
             self._sequences[sequence_id] = sequence
             self._admitter.note_choice(plan)
             self._parts.leases.take_over(lease)
             if sequence.pending:
-                self._admitter.start_fetch(sequence, plan, self._arrivals.fetched, self._clock())
+                self._admitter.start_fetch(sequence, plan, self._parts.arrivals.fetched, self._clock())
             else:
-                self._arrivals.ready(sequence, plan.blocks, {})
+                self._parts.arrivals.ready(sequence, plan.blocks, {})
             return self._admitter.admission(sequence, plan)
 
     def fetch(self, sequence_id: str) -> FetchState:
@@ -394,8 +370,6 @@ class KVStore:
                 self.pool.drop_exact(table.ids())
             table.release()
 
-    # -- upkeep -------------------------------------------------------------------------------------------------
-
     def step(self, now: float | None = None) -> StepReport:
         """Bring back finished transfers, then start a bounded amount of cooling and spilling. Never waits."""
         self._epochs.keep_up()
@@ -426,10 +400,9 @@ class KVStore:
         state_kernel_paths(self.metrics, self._device)
 
     def reset(self) -> None:
-        """The weights changed in place: nothing stored before is ever served again.
+        """The weights changed in place: nothing stored before is ever served again, here or by others on our tiers.
 
-        Raises the epoch, drops idle blocks and empties every tier; waits for the tiers, and for other processes that
-        share one to notice. Live sequences go on, but name nothing any more.
+        Waits for the tiers, and for other processes that share one to notice. Live sequences go on, and name nothing.
         Raises TierError when a tier cannot be reached; the epoch is raised all the same, so that even its copies miss.
         """
         self._check_open()
@@ -457,12 +430,9 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
     def _sequence(self, sequence_id: str) -> Sequence:
         self._check_open()
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
+        if (sequence := self._sequences.get(sequence_id)) is None:
             raise UnknownSequence(f"no live sequence {sequence_id!r}: never admitted, or finished, aborted, preempted")
         return sequence
 
