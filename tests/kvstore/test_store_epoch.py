@@ -58,7 +58,7 @@ OTHER_PROCESS = """
 
     print("ready", flush=True)
     for line in sys.stdin:
-        print(eval(line.strip(), {"look": look, "fill": fill, "look_at_once": look_at_once, "store": store})(), flush=True)
+        print(eval(line.strip())(), flush=True)
 """
 
 
