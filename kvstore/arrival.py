@@ -75,15 +75,13 @@ class Arrivals:
         """Offer what came from a slower tier to the faster ones: the next hit is found nearer."""
         upkeep = self._upkeep
         order = {tier.name: place for place, tier in enumerate(upkeep.tiers)}
-        source = {copy.block_id: copy.tier for copy in arrived if order[copy.tier]}
-        copies = upkeep.copies_of(list(source))
         for place, tier in enumerate(upkeep.tiers[:-1]):
-            wanted = [copy for copy in copies if order[source[copy[0]]] > place]
-            present = tier.contains([key for _, key, _ in wanted]) if wanted else []
-            missing = [copy for copy, there in zip(wanted, present, strict=True) if not there]
-            count = upkeep.mover.start_spill(tier, missing)
-            for name, blocks in Counter(source[block_id] for block_id, _, _ in missing[:count]).items():
-                self._metrics.promoted(name, blocks)
+            lower = [copy for copy in arrived if order[copy.tier] > place]
+            present = tier.contains([copy.key for copy in lower]) if lower else []
+            missing = [copy for copy, there in zip(lower, present, strict=True) if not there]
+            upkeep.offer([copy.block_id for copy in missing], (tier,))
+            for source, blocks in Counter(copy.tier for copy in missing).items():
+                self._metrics.promoted(source, blocks)
 
     def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""

@@ -45,6 +45,7 @@ _SERIES = {
     "promoted_blocks": _Series("counter", "Copies read up and kept, on the device or in a faster tier", ("tier",)),
     "demoted_blocks": _Series("counter", "Copies spilled and dropped above", ("tier",)),
     "evicted_blocks": _Series("counter", "Copies dropped to make room", ("tier", "cause")),
+    "offered_blocks": _Series("counter", "Copies offered to a tier, by what became of it", ("tier", "outcome")),
     "dropped_blocks": _Series("counter", "Copies not written: queue full, tier full or failing", ("tier", "cause")),
     "copied_blocks": _Series("counter", "Blocks copied on write"),
     # transfers
@@ -60,6 +61,7 @@ _SERIES = {
     "load_latency_seconds": _Series("gauge", "Estimate for copies up: time before the first byte", ("tier",)),
     "load_bytes_per_second": _Series("gauge", "Estimate for copies up: speed", ("tier",)),
     "prefill_tokens_per_second": _Series("gauge", "Estimate of the engine's speed, beside which a load is priced"),
+    "staged_bytes": _Series("gauge", "Bytes in buffers on their way to slower tiers"),
     "resident_tokens": _Series("gauge", "Tokens whose KV is on the device"),
     "waste_fraction": _Series("gauge", "Extent remainders and unfilled token slots over bytes of extents in use"),
     "sequences": _Series("gauge", "Live sequences"),
@@ -175,6 +177,10 @@ class StoreMetrics(Collector):
 
     def dropped(self, cause: str, blocks: int = 1, *, tier: str = "any") -> None:
         self.add("dropped_blocks", blocks, tier=tier, cause=cause)
+
+    def offered(self, outcome: str, blocks: int = 1, *, tier: str) -> None:
+        """outcome: admitted, refused (by the tier's policy), coalesced (stored or queued already)."""
+        self.add("offered_blocks", blocks, tier=tier, outcome=outcome)
 
     def computed(self, tokens: int) -> None:
         self.add("computed_tokens", tokens)

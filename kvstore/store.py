@@ -310,7 +310,7 @@ class KVStore:
         with self._lock:
             sequence = self._running(sequence_id)
             sequence.prefill_done = True
-            self._upkeep.enqueue_cool(sequence)
+            self._upkeep.prefill_done(sequence)
 
     # -- what the forward pass reads ----------------------------------------------------------------------------
 
@@ -350,6 +350,7 @@ class KVStore:
     def finish(self, sequence_id: str) -> None:
         """End a sequence; what it sealed stays as hits until evicted."""
         with self._lock:
+            self._upkeep.offer_sequence(self._sequence(sequence_id))
             self._release(self._sequence(sequence_id))
             self.metrics.forget_request(sequence_id)
 
@@ -364,11 +365,7 @@ class KVStore:
         del self._sequences[sequence.sequence_id]
         if sequence.pending:
             self._upkeep.mover.fetcher.leave(sequence)
-        self._growth.drop_tails(sequence)
-        for table in sequence.tables:
-            if sequence.exact:
-                self.pool.drop_exact(table.ids())
-            table.release()
+        self._growth.release(sequence)
 
     def step(self, now: float | None = None) -> StepReport:
         """Bring back finished transfers, then start a bounded amount of cooling and spilling. Never waits."""
@@ -385,7 +382,7 @@ class KVStore:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer or a lookup has ended or the time is up; for idle loops. Then call `step`."""
         with self._lock:
-            waits = self._upkeep.mover.in_flight_blocks or self._questions.any_open(self._clock())
+            waits = self._upkeep.mover.is_moving or self._questions.any_open(self._clock())
             if self._closed or not waits:
                 return False
         return self._arrived.wait(timeout_seconds)
@@ -411,7 +408,7 @@ class KVStore:
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""
         with self._lock:
-            check_store(self.pool, self._sequences)
+            check_store(self.pool, self._sequences, self._upkeep.writes)
 
     def close(self) -> None:
         """Stop movement, close the tiers that this store made or was given. Closing twice is harmless."""
