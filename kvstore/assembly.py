@@ -94,14 +94,7 @@ def assemble(
     )
     fetcher = Fetcher(geometry, pool, device, metrics, costs)
     mover = Mover(
-        pool,
-        device,
-        executor,
-        metrics,
-        fetcher=fetcher,
-        writes=writes,
-        cool_queue_limit=COOL_QUEUE_BLOCKS,
-        waker=waker,
+        pool, device, executor, metrics, fetcher, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
     )
     cools = codec is not None
     upkeep = Upkeep(geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, cools=cools)

@@ -14,7 +14,7 @@ from tests.kvstore.driving import check_bytes, run_prompt
 from tests.servers import shared_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore import KVStore
@@ -74,15 +74,13 @@ class Backend:
 
 
 @pytest.fixture(params=["redis", "disk"])
-def backend(
-    request: pytest.FixtureRequest, make_store: Callable[..., KVStore], tmp_path: Path
-) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, make_store: Callable[..., KVStore], tmp_path: Path) -> Backend:
     name = "".join(one for one in request.node.name if one.isalnum())
     if request.param == "redis":
         place = {"redis_url": shared_server().unix_url + f"?namespace={name[-24:]}"}
     else:
         place = {"disk_path": str(tmp_path), "disk_bytes": "16 MiB"}
-    yield Backend(make_store, place)
+    return Backend(make_store, place)
 
 
 @pytest.mark.parametrize("changed", OTHERS)

@@ -103,6 +103,29 @@ def exact_readers_not_held(store: KVStore) -> None:
         _UNDO.append(lambda: setattr(Upkeep, "enqueue_cool", original))
 
 
+def joined_without_a_reference(store: KVStore) -> None:
+    """Who waits for a block that is on its way for somebody else holds it only as long as that one does."""
+    pool, share = store.pool, store.pool.share
+
+    def careless(ids: Any) -> None:
+        share([one for one in ids if pool.hash_of(one) is not None or not pool.in_flight(one)])
+
+    pool.share = careless  # type: ignore[method-assign]
+
+
+def abort_cancels_for_all(store: KVStore) -> None:
+    """The end of one sequence gives up what others wait for, and leaves them waiting."""
+    fetcher = store._upkeep.mover.fetcher
+
+    def leave(sequence: Sequence) -> None:
+        for copy in sequence.pending:
+            fetcher._incoming.pop(copy.key, None)
+            copy.outcome = True
+        fetcher._on_settled.pop(sequence, None)
+
+    fetcher.leave = leave  # type: ignore[method-assign]
+
+
 def abort_while_loading_leaks(store: KVStore) -> None:
     release = store._release
 
@@ -133,6 +156,8 @@ BUGS = [
     spill_without_fence,
     failed_copies_taken_as_good,
     targets_shifted,
+    joined_without_a_reference,
+    abort_cancels_for_all,
     copy_on_write_skipped,
     exactness_not_demanded,
     exact_readers_not_held,
