@@ -21,12 +21,14 @@ def test_others_run_on_while_a_server_hangs_and_the_deadline_ends_the_waiting(ma
         with server.hung():
             asking = Request("asking", prompt(2, 30), 3)
             kit.loop.submit(asking)
+            kit.loop.submit(Request("later", running.token_ids, 3))  # needs no lookup: the device has its prompt
             before, started = stream.output_count, time.monotonic()
             while kit.loop._scheduler.waiting:
                 kit.step()
                 time.sleep(0.002)
             waited = time.monotonic() - started
             assert 0.1 < waited < 1.5
+            assert "later" in kit.loop._results, "it came after and was done before"
             assert stream.output_count > before + 20, "it ran on meanwhile"
             results = kit.drive()
         kit.check(results, [running, asking])

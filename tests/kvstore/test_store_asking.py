@@ -11,7 +11,7 @@ from allocator import UnknownSequence
 from kvstore.executor import ThreadExecutor
 from kvstore.frame_specs import geometry_specs
 from kvstore.redis_tier import RedisOptions, RedisTier
-from tests.kvstore.conftest import full_geometry
+from tests.kvstore.conftest import full_geometry, hybrid_geometry
 from tests.kvstore.driving import HeldExecutor, check_bytes, run_prompt
 from tests.servers import Server, shared_server
 
@@ -31,7 +31,8 @@ def prompt_of(blocks: int, first: int = 0) -> list[int]:
 def store_with(make_store: Callable[..., KVStore], url: str, lookups: HeldExecutor, **settings: object) -> KVStore:
     """A store over a real server whose answers to lookups come when the test says so."""
     options = RedisOptions(lookup_executor=lookups, lookup_deadline_seconds=60.0, epoch_seconds=3600.0)
-    tier = RedisTier(url, ThreadExecutor(), spec_of=geometry_specs(full_geometry()), options=options)
+    specs = geometry_specs(settings.get("geometry") or full_geometry())  # type: ignore[arg-type]
+    tier = RedisTier(url, ThreadExecutor(), spec_of=specs, options=options)
     return make_store(blocks=48, tiers=[tier], **(SETTINGS | settings))
 
 
@@ -118,6 +119,27 @@ def test_a_long_prefix_is_found_in_few_rounds(make_store: Callable[..., KVStore]
         rounds += 1
     assert store.lookup(prompt).tokens == 300 * B
     assert rounds == 4  # 32, 64, 128, 256
+
+
+def test_a_window_that_is_still_looked_up_is_pending_too(make_store: Callable[..., KVStore]) -> None:
+    url = shared_server().unix_url + "?namespace=window"
+    geometry = hybrid_geometry(window_tokens=40)
+    prompt = prompt_of(10)
+    first = make_store(blocks=48, redis_url=url, geometry=geometry, **SETTINGS)
+    run_prompt(first, "first", prompt)
+    first.preempt("first")
+    deadline = time.monotonic() + 10
+    while first.metrics.get("spilled_blocks", tier="remote") < 14:  # ten, and what the window has kept
+        assert time.monotonic() < deadline
+        first.wait(0.05)
+        first.step()
+    lookups = HeldExecutor()
+    store = store_with(make_store, url, lookups, geometry=geometry)
+    for _ in range(2):  # the full group, then the window at its end
+        assert store.lookup(prompt).pending
+        lookups.run()
+    hit = store.lookup(prompt)
+    assert (hit.tokens, hit.pending) == (10 * B, False)
 
 
 def test_asking_ends_at_the_deadline_counted_from_the_first_question(make_store: Callable[..., KVStore]) -> None:

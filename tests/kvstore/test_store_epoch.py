@@ -85,7 +85,10 @@ class Other:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.communicate(timeout=20)
+        try:
+            self.process.communicate(timeout=20)
+        finally:
+            self.process.kill()
 
 
 def test_case_008_a_process_attached_before_a_reset_misses_in_all_tiers_from_then_on(

@@ -81,6 +81,17 @@ def test_the_end_of_one_leaves_the_other_right(make_store: Callable[..., KVStore
     assert store.usage().used_bytes == 0
 
 
+def test_a_piece_that_is_wanted_in_part_goes_on(make_store: Callable[..., KVStore]) -> None:
+    store, executor = loading(make_store)
+    store.admit("long", PROMPT)
+    store.admit("short", PROMPT[: 4 * B + 1])
+    store.abort("long")
+    executor.run()
+    store.step()
+    assert store.fetch("short").ready_tokens == 4 * B
+    check_bytes(store, "short", PROMPT[: 4 * B])
+
+
 def test_a_failure_is_one_for_all_who_wait(make_store: Callable[..., KVStore]) -> None:
     executor = SteppedExecutor()
     tier: Tier = FaultyTier(HostTier(64 * SLOT, executor), Faults(flipped=0.3), seed=3)
