@@ -122,12 +122,11 @@ class HostTier(QueuedTier):
                 loans.append(Loan(row, partial(self._release, (entry,))))
         return loans
 
-    def fading(self, count: int) -> list[Fading]:
+    def fading(self, count: int | None) -> list[Fading]:
         with self._lock:
-            return [
-                Fading(entry.key, entry.parent, entry.size_bytes, entry.use_count > 0)
-                for entry in self._index.fading(count)
-            ]
+            index = self._index
+            found = index.fading(count) if count is not None else sorted(index.linked(), key=lambda one: -one.tick)
+            return [Fading(one.key, one.parent, one.size_bytes, one.use_count > 0) for one in found]
 
     @property
     def used_bytes(self) -> int:

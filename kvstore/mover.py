@@ -99,9 +99,7 @@ class Mover:
         return {
             "cool": len(self._cool_queue),
             "cooling": self._cooling,
-            "spilling": self._writes.under_way_blocks,
             "fetching": self.fetcher.block_count,
-            **self._writes.depths(),
         }
 
     # -- cool ---------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ class FaultyTier(Tier):
     def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
         self.inner.describe_root(root, description)
 
-    def fading(self, count: int) -> list[Fading]:
+    def fading(self, count: int | None) -> list[Fading]:
         return self.inner.fading(count)
 
     def touch(self, keys: Sequence[CopyKey]) -> None:

