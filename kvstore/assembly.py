@@ -12,6 +12,7 @@ from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
 from kvstore.events import EventStream
 from kvstore.executor import make_executor
+from kvstore.fetching import Fetcher
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
@@ -91,8 +92,9 @@ def assemble(
     writes = WriteBehind(
         pool, device, executor, metrics, tiers, admission, queued_blocks=config.spill_queue_blocks, waker=waker
     )
+    fetcher = Fetcher(geometry, pool, device, metrics, costs)
     mover = Mover(
-        pool, device, executor, metrics, costs, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
+        pool, device, executor, metrics, fetcher, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
     )
     cools = codec is not None
     upkeep = Upkeep(geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, cools=cools)
@@ -106,7 +108,7 @@ def assemble(
             announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
-    admitter = Admitter(geometry, pool, residency, mover, costs)
+    admitter = Admitter(geometry, pool, residency, mover, costs, metrics)
     growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,

@@ -163,6 +163,12 @@ class DiskCatalog:
             row = txn.get(b"generation", db=self._tables[b"meta"])
             return 0 if row is None else int.from_bytes(row, "little")
 
+    def epoch(self) -> int:
+        """The highest epoch that was written down; 0 for none."""
+        with self._begin() as txn:
+            row = txn.get(b"epoch", db=self._tables[b"meta"])
+            return 0 if row is None else int.from_bytes(row, "little")
+
     @property
     def has_other_readers(self) -> bool:
         """Whether somebody reads an older state, so that no freed page can be used again."""
@@ -177,10 +183,12 @@ class DiskCatalog:
         removals: Sequence[Removal] = (),
         recency: Sequence[tuple[int, int]] = (),
         generation: int = 0,
+        epoch: int = 0,
     ) -> None:
         """All or nothing. CatalogError, and then nothing has changed.
 
-        A removal goes by generation: a newer copy under the same name stays. generation: the highest one given out.
+        A removal goes by generation: a newer copy under the same name stays. generation, epoch: the highest ones given
+        out.
         """
         copies, values, ticks, meta = (self._tables[name] for name in _TABLES)
         try:
@@ -202,6 +210,8 @@ class DiskCatalog:
                 txn.put(b"version", _TICK.pack(FORMAT_VERSION), db=meta)
                 if generation:
                     txn.put(b"generation", _TICK.pack(generation), db=meta)
+                if epoch:
+                    txn.put(b"epoch", _TICK.pack(epoch), db=meta)
                 self._measure(txn)
         except lmdb.Error as error:
             self._recover(error)
@@ -213,7 +223,7 @@ class DiskCatalog:
         self.write()
 
     def clear(self, generation: int) -> None:
-        """Drop everything but the highest generation."""
+        """Drop everything but the highest generation and the epoch."""
         try:
             with self._env.begin(write=True) as txn:
                 for name in _TABLES[:3]:

@@ -100,6 +100,7 @@ class DiskTier(IndexedTier[DiskEntry]):
         except CatalogError as error:
             self._catalog.close()
             raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+        self._epoch = self._catalog.epoch()
         counts["stale_readers"] += self._catalog.stale_readers
 
     def _abandon_open(self) -> None:
@@ -122,6 +123,34 @@ class DiskTier(IndexedTier[DiskEntry]):
                 self._writer.clear()
             except CatalogError as error:
                 raise TierError(f"disk tier {self.directory}: could not be emptied ({error})") from error
+
+    def read_epoch(self) -> int:
+        return self._epoch
+
+    def raise_epoch(self, least: int) -> int:
+        with self._writing:
+            self._check_process()
+            epoch = max(self._epoch + 1, least)
+            try:
+                self._catalog.write(epoch=epoch)
+            except CatalogError as error:
+                raise TierError(f"disk tier {self.directory}: the epoch could not be kept ({error})") from error
+            self._epoch = epoch
+            return epoch
+
+    def seen_epoch(self) -> int | None:
+        return self._epoch
+
+    def follow_epoch(self, epoch: int) -> None:
+        def follow() -> None:
+            try:
+                if self._epoch < epoch:
+                    self.raise_epoch(epoch)
+                self.clear()
+            except TierError:
+                self._count("epoch_not_followed")
+
+        self._executor.submit(follow)
 
     @property
     def capacity_bytes(self) -> int:

@@ -28,6 +28,7 @@ from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
+from kvstore.redis_epoch import SharedEpoch
 from kvstore.redis_frames import Forms, FrameSink, KeyNames, header_of
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
@@ -43,11 +44,15 @@ _OUR_SECRET_MATTER = (FrameFault.NO_SECRET, FrameFault.UNSIGNED)  # others may r
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory."""
+    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory.
+
+    epoch_seconds: for so long the epoch counts after it was read, and so long a reset waits for others to notice.
+    """
 
     links: LinkOptions = field(default_factory=LinkOptions)
     value_limit_bytes: int = 64 << 20
     lookup_deadline_seconds: float = 1.0
+    epoch_seconds: float = 1.0
     lookup_executor: Executor | None = None  # None: the tier's own, behind its transfers
     entries: int = 1 << 18  # beliefs kept, about 400 bytes each
 
@@ -89,6 +94,7 @@ class RedisTier(QueuedTier):
         self._wanted: list[CopyKey] = []
         self._is_surveyed = not capacity_bytes
         self._generation = 0
+        self._epoch = SharedEpoch(self.space, options.epoch_seconds, options.links.clock, self._wake)
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -158,15 +164,15 @@ class RedisTier(QueuedTier):
     # for operators and resets ----------------------------------------------------------------------------------------
 
     def read_epoch(self) -> int:
-        """The namespace's epoch, made when there is none. Waits for the server; TierError when it cannot be reached."""
-        return self.space.read_epoch()
+        return self._epoch.read()
 
-    def raise_epoch(self) -> int:
-        """A new epoch for every process that shares the namespace. Waits for the server, as read_epoch."""
-        return self.space.raise_epoch()
+    def raise_epoch(self, least: int = 0) -> int:
+        return self._epoch.rise(least)
+
+    def seen_epoch(self) -> int | None:
+        return self._epoch.seen(lambda task: self._background(task, self._lookups))
 
     def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
-        """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
         self.space.describe(root, description)
 
     # hooks -----------------------------------------------------------------------------------------------------------
@@ -348,6 +354,13 @@ class RedisTier(QueuedTier):
             self._ledger.answer(order.item, int(order.reply) + _NAME_BYTES if there else None)  # type: ignore[arg-type]
             if isinstance(order.reply, Lost | ErrorReply):
                 self._count("lookup_failed")
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something that was asked for in the background is known now."""
+        waker = self._waker
+        if waker is not None:
+            waker()
 
     def _failure(self, reply: Reply | Lost) -> ResultCode:
         if isinstance(reply, Lost):
