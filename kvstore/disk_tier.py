@@ -20,10 +20,10 @@ from typing import Any
 
 from allocator.errors import ConfigError, TierError, UsageError
 from kvstore.copy_key import CopyKey
-from kvstore.disk_catalog import CatalogError
+from kvstore.disk_catalog import CatalogError, CatalogFullError
 from kvstore.disk_index import LEAST_BYTES, DiskEntry, DiskIndex
 from kvstore.disk_lock import DirectoryLock
-from kvstore.disk_open import make_directory, open_catalog, recover
+from kvstore.disk_open import make_directory, new_catalog, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.disk_writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
@@ -92,12 +92,19 @@ class DiskTier(QueuedTier):
         self._catalog = open_catalog(
             self.directory, self._directory_lock, map_bytes, self._sync, capacity_bytes, counts
         )
-        self._index = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
-        try:
-            recover(self._catalog, self._index, self._slots, self.directory, counts)
-        except CatalogError as error:
-            self._catalog.close()
-            raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+        for last in (False, True):
+            self._index = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
+            try:
+                recover(self._catalog, self._index, self._slots, self.directory, counts)
+                break
+            except CatalogError as error:
+                self._catalog.close()
+                if last or isinstance(error, CatalogFullError):
+                    raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+                counts[f"index_dropped_{error.cause}"] += 1  # pages of it are damaged: a cache may begin anew
+                self._slots.close()
+                self._slots = SlotFiles(self.directory)
+                self._catalog = new_catalog(self.directory, map_bytes, self._sync)
         counts["stale_readers"] += self._catalog.stale_readers
 
     def _abandon_open(self) -> None:

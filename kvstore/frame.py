@@ -10,7 +10,7 @@ Pure functions over buffers; any thread. A frame in memory that others can write
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -128,7 +128,7 @@ class FrameHeader:
                 return FrameFault.PAYLOAD_CHECKSUM
         return self.check_keyed([target], secret)
 
-    def check_keyed(self, pieces: Sequence[ByteRow], secret: bytes | None) -> FrameFault | None:
+    def check_keyed(self, pieces: Iterable[ByteRow], secret: bytes | None) -> FrameFault | None:
         """Check the keyed hash over header and payload; the checksums vouch for nothing against a forger."""
         if secret is None:
             return None
