@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import xxhash
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameHeader, parse_header
 from kvstore.frame_layout import FIXED, KEYED_FLAG, MAGIC, MOST_SEGMENTS, VERSION, FrameSpec, header_layout
 from kvstore.tier import ByteRow
+from quant.native.checksum import Checksum
 
 START_BYTES = 1024
 """Enough of a frame for its statement, and in practice for all of its header."""
@@ -102,7 +102,7 @@ def check_frame(
 def _checked_pieces(read: ReadPiece, header: FrameHeader, found: list[FrameFault]) -> Iterator[ByteRow]:
     """The payload in pieces; a wrong checksum or a missing byte is appended to `found` and ends it."""
     for segment in header.segments:
-        state, at, stop = xxhash.xxh3_128(), segment.offset, segment.offset + segment.byte_count
+        state, at, stop = Checksum(), segment.offset, segment.offset + segment.byte_count
         while at < stop:
             piece = read(header.header_bytes + at, min(PIECE_BYTES, stop - at))
             if not piece:
