@@ -156,7 +156,10 @@ def _own_tiers(
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
             specs = geometry_specs(geometry)
-            tiers.append(DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs))
+            disk = DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs)
+            tiers.append(disk)
+            if config.zstd_level:
+                disk.pack(config.zstd_level)
         if config.redis_url:
             tiers.append(_remote_tier(geometry, config, on_failed))
     except BaseException:
@@ -181,5 +184,7 @@ def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callabl
         ttl_seconds=config.redis_ttl_seconds,
         secret=config.secret.encode() or None,
         spec_of=geometry_specs(geometry),
-        options=RedisOptions(links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups),
+        options=RedisOptions(
+            links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups, zstd_level=config.zstd_level
+        ),
     )

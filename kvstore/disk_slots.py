@@ -307,6 +307,15 @@ class SlotFiles:
             return FrameFault.PAYLOAD_CHECKSUM
         return header.check_keyed(rows, secret)
 
+    def write_whole(self, slot: int, frame: bytes, size: int) -> None:
+        """Write a frame that was made elsewhere."""
+        _write_all(self._fd(size), [memoryview(frame), *_padding(len(frame))], slot * size)
+
+    def read_whole(self, slot: int, frame_bytes: int, size: int) -> bytearray | None:
+        """A slot's first bytes; None when the file ends before them."""
+        frame = bytearray(frame_bytes)
+        return frame if _read_all(self._fd(size), [memoryview(frame)], slot * size) else None
+
     def starts_with(self, slot: int, size: int, expected: bytes, offset: int) -> bool:
         """Whether a slot has these bytes at `offset`: a quick look at open."""
         try:

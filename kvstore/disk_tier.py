@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError, TierError, UsageError
+from kvstore.compression import Packer, read_staged
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import CatalogError, CatalogFullError
 from kvstore.disk_index import LEAST_BYTES, DiskEntry, DiskIndex
@@ -111,6 +112,10 @@ class DiskTier(QueuedTier):
         self._slots.close()
         self._directory_lock.release()
         self._executor.close()
+
+    def pack(self, level: int) -> None:
+        """Pack copies by zstd at this level from now on, where that makes them smaller. Before the first put."""
+        self._writer.packer = Packer(level, self._secret)
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -261,11 +266,17 @@ class DiskTier(QueuedTier):
     def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
         spec = self._specs(job.key, job.size_bytes)
         rows = [row for row in job.rows if row.nbytes]
+        is_packed = entry.frame_bytes < entry.size_bytes
         if entry.slot is not None:
-            return self._slots.read_frame(entry.slot, spec, rows, self._secret, entry.slot_bytes)
+            if not is_packed:
+                return self._slots.read_frame(entry.slot, spec, rows, self._secret, entry.slot_bytes)
+            found = self._slots.read_whole(entry.slot, entry.frame_bytes, entry.slot_bytes)
+            return FrameFault.LENGTH if found is None else read_staged(found, spec, rows, self._secret)
         value = self._catalog.read_value(entry.generation, entry.frame_bytes)
         if value is None:
             return "gone"
+        if is_packed:
+            return read_staged(value, spec, rows, self._secret)
         frame = parse_frame(value, spec, secret=self._secret)
         if isinstance(frame, FrameFault):
             return frame

@@ -6,15 +6,16 @@ are taken from the frame, everything else is checked as a store would. Pure func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from allocator.errors import UsageError
+from kvstore.compression import parse_staged, stage_of
 from kvstore.copy_key import CopyKey
-from kvstore.frame import FrameFault, FrameHeader, parse_header
+from kvstore.frame import FrameFault, Segment, check_keyed, parse_header
 from kvstore.frame_layout import FIXED, KEYED_FLAG, MAGIC, MOST_SEGMENTS, VERSION, FrameSpec, header_layout
 from kvstore.tier import ByteRow
 from quant.native.checksum import Checksum
@@ -39,6 +40,7 @@ class Statement:
     value_dim: int
     dtype: str
     payload_bytes: int
+    stage: int
     parameters: bytes
 
     def spec(self, key: CopyKey) -> FrameSpec:
@@ -51,7 +53,8 @@ def read_statement(read: ReadPiece, frame_bytes: int) -> Statement | FrameFault:
     if len(start) < FIXED.size:
         return FrameFault.LENGTH
     magic, version, flags, header_bytes, *_ = fixed = FIXED.unpack_from(start)
-    tokens, key_dim, value_dim, payload_bytes = fixed[10], fixed[15], fixed[16], fixed[17]
+    tokens, key_dim, value_dim = fixed[10], fixed[15], fixed[16]
+    stage, stored_bytes, payload_bytes = stage_of(start)
     parameters_bytes = fixed[-3]
     if magic != MAGIC:
         return FrameFault.MAGIC
@@ -61,7 +64,7 @@ def read_statement(read: ReadPiece, frame_bytes: int) -> Statement | FrameFault:
         return FrameFault.PARAMETERS
     if not header_layout(parameters_bytes, 1)[2] <= header_bytes <= header_layout(parameters_bytes, MOST_SEGMENTS)[2]:
         return FrameFault.LENGTH
-    if header_bytes + payload_bytes != frame_bytes:
+    if header_bytes + stored_bytes != frame_bytes:
         return FrameFault.LENGTH
     stop = FIXED.size + parameters_bytes
     parameters = start[FIXED.size : stop] if stop <= len(start) else read(FIXED.size, parameters_bytes)
@@ -70,7 +73,7 @@ def read_statement(read: ReadPiece, frame_bytes: int) -> Statement | FrameFault:
     except UnicodeDecodeError:
         return FrameFault.SHAPE
     keyed = bool(flags & KEYED_FLAG)
-    return Statement(keyed, header_bytes, tokens, key_dim, value_dim, dtype, payload_bytes, parameters)
+    return Statement(keyed, header_bytes, tokens, key_dim, value_dim, dtype, payload_bytes, stage, parameters)
 
 
 def check_frame(
@@ -79,16 +82,17 @@ def check_frame(
     """Check every byte against `spec`, a piece at a time. None: whole.
 
     NO_SECRET and UNSIGNED are said of frames whose checksums are right: only that nobody can vouch for them, or nobody
-    has, is wrong.
+    has, is wrong. A packed payload is checked as it is stored, not unpacked.
     """
     start = read(0, statement.header_bytes)
-    header = parse_header(start, spec, frame_bytes=frame_bytes, keyed=statement.is_keyed)
+    parse = parse_staged if statement.stage else parse_header
+    header = parse(start, spec, frame_bytes=frame_bytes, keyed=statement.is_keyed)
     if isinstance(header, FrameFault):
         return header
     found: list[FrameFault] = []
-    pieces = _checked_pieces(read, header, found)
+    pieces = _checked_pieces(read, len(header.header), header.segments, found)
     if statement.is_keyed and secret is not None:
-        forged = header.check_keyed(pieces, secret)
+        forged = check_keyed(header.header, pieces, secret)
         return next(iter(found), forged)
     for _ in pieces:
         pass
@@ -99,12 +103,14 @@ def check_frame(
     return FrameFault.UNSIGNED if secret is not None else None
 
 
-def _checked_pieces(read: ReadPiece, header: FrameHeader, found: list[FrameFault]) -> Iterator[ByteRow]:
+def _checked_pieces(
+    read: ReadPiece, header_bytes: int, segments: Sequence[Segment], found: list[FrameFault]
+) -> Iterator[ByteRow]:
     """The payload in pieces; a wrong checksum or a missing byte is appended to `found` and ends it."""
-    for segment in header.segments:
+    for segment in segments:
         state, at, stop = Checksum(), segment.offset, segment.offset + segment.byte_count
         while at < stop:
-            piece = read(header.header_bytes + at, min(PIECE_BYTES, stop - at))
+            piece = read(header_bytes + at, min(PIECE_BYTES, stop - at))
             if not piece:
                 found.append(FrameFault.LENGTH)
                 return

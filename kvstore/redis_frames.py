@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import xxhash
 
+from kvstore.compression import parse_staged, unpack
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameSpec, parse_header
 from kvstore.frame_layout import MOST_SEGMENTS
@@ -100,6 +102,9 @@ class FrameSink:
 
     def targets(self, length: int) -> Iterator[memoryview]:
         spec = self._spec
+        if length < spec.payload_bytes:
+            yield from self._packed_targets(length, spec)
+            return
         header_bytes = length - spec.payload_bytes
         layers = spec.key.layers[1] - spec.key.layers[0]
         if not spec.header_bytes(1) <= header_bytes <= spec.header_bytes(min(MOST_SEGMENTS, layers)):
@@ -127,3 +132,17 @@ class FrameSink:
                 self.fault = FrameFault.PAYLOAD_CHECKSUM
                 return
         self.fault = parsed.check_keyed(self._job.rows, self._secret)
+
+    def _packed_targets(self, length: int, spec: FrameSpec) -> Iterator[memoryview]:
+        """A value that is shorter than its payload: packed, or nothing of use."""
+        if length <= self.head_bytes:
+            return
+        header = bytearray(self.head_bytes)
+        yield memoryview(header)
+        parsed = parse_staged(header, spec, frame_bytes=length, keyed=self._secret is not None)
+        if isinstance(parsed, FrameFault):
+            self.fault = parsed
+            return
+        stored = np.empty(parsed.stored_bytes, np.uint8)
+        yield stored.data
+        self.fault = parsed.check(stored, self._secret) or unpack(stored, parsed.stage, self._job.rows)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allocator.errors import ConfigError, TierError
+from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.frame import FrameFault
@@ -51,6 +52,7 @@ class RedisOptions:
     lookup_deadline_seconds: float = 1.0
     lookup_executor: Executor | None = None  # None: the tier's own, behind its transfers
     entries: int = 1 << 18  # beliefs kept, about 400 bytes each
+    zstd_level: int = 0  # copies are packed at this level, where that makes them smaller; 0: never
 
 
 class RedisTier(QueuedTier):
@@ -78,6 +80,7 @@ class RedisTier(QueuedTier):
         self._options = options
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
+        self._packer = Packer(options.zstd_level, secret) if options.zstd_level else None
         self._spec_of = Specs(spec_of).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))
         self._names = KeyNames(self.address.namespace)
@@ -257,7 +260,8 @@ class RedisTier(QueuedTier):
         limit = self._ledger.capacity_bytes or sys.maxsize
         for job in jobs:
             spec = self._spec_of(job.key, job.size_bytes)
-            size = spec.frame_bytes(1) + _NAME_BYTES
+            packed = None if self._packer is None else self._packer.pack(spec, job.rows)
+            size = (spec.frame_bytes(1) if packed is None else len(packed)) + _NAME_BYTES
             if size > min(limit, self._value_limit_bytes):
                 results[job.key] = ResultCode.TOO_LARGE
                 continue
@@ -274,9 +278,9 @@ class RedisTier(QueuedTier):
                 if not self._ledger.reserve(size):
                     results[job.key] = ResultCode.FULL
                     continue
-                orders.append(Order(self._names.of(job.key), size, (job, spec)))
+                orders.append(Order(self._names.of(job.key), size, (job, spec, packed)))
             else:
-                orders.append(Order(self._names.of(job.key), size, (job, spec)))
+                orders.append(Order(self._names.of(job.key), size, (job, spec, packed)))
         return results | self._send(transfer, orders, generation)
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
@@ -300,7 +304,9 @@ class RedisTier(QueuedTier):
         return results
 
     def _put_order(self, order: Order) -> PutOrder:
-        job, spec = order.item
+        job, spec, packed = order.item
+        if packed is not None:
+            return order.name, [packed], len(packed)
         header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
         return order.name, [header, *job.rows], order.size_bytes - _NAME_BYTES
 
