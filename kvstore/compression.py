@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,12 @@ from kvstore.frame_layout import CHECK_BYTES, MAC_BYTES, FrameSpec, keyed_hash
 from kvstore.tier import Buffer, ByteRow, as_byte_row
 from quant.native.checksum import checksum
 
-if TYPE_CHECKING:
-    import zstandard
-
 ZSTD, ZSTD_SPLIT = 1, 2
 """Values of the header's field `stage`."""
 _STAGE_AT, _PAYLOAD_AT, _RAW_AT = 98, 120, 128  # see frame_layout.FIXED
 _WORTH = 0.97  # of the payload: a packed frame that is longer is not worth its unpacking
 _SPLIT_DTYPES = ("bfloat16", "float16")
-_LEAST_WINDOW_BYTES, _MOST_WINDOW_BYTES = 1 << 10, 1 << 27
+_LEAST_WINDOW_BYTES = 1 << 10
 
 
 class Packer:
@@ -48,7 +45,7 @@ class Packer:
         """The whole frame of a copy; None where it would not be worth it."""
         payload = np.concatenate(rows) if len(rows) != 1 else rows[0]
         stage = stage_for(spec)
-        stored = self._compressor.compress(_split(payload) if stage == ZSTD_SPLIT else payload.data)
+        stored = self._compressor.compress((_split(payload) if stage == ZSTD_SPLIT else payload).data)
         if spec.header_bytes(1) + len(stored) > payload.nbytes * _WORTH:
             return None
         return staged_header(spec, stored, stage, self._secret) + stored
@@ -134,45 +131,41 @@ def read_staged(frame: Buffer, spec: FrameSpec, rows: Sequence[ByteRow], secret:
 
 
 def unpack(stored: ByteRow, stage: int, rows: Sequence[ByteRow]) -> FrameFault | None:
-    """Unpack into exactly these rows. What would be longer or shorter, or asks for more memory, is a fault."""
+    """Unpack into exactly these rows. What says that it is longer or shorter, or asks for more memory, is a fault."""
     import zstandard
 
     total = sum(row.nbytes for row in rows)
-    scratch = [np.empty(total, np.uint8)] if stage == ZSTD_SPLIT else rows
-    window = min(_MOST_WINDOW_BYTES, max(_LEAST_WINDOW_BYTES, 1 << (total - 1).bit_length()))
-    source = zstandard.ZstdDecompressor(max_window_size=window).stream_reader(stored.data, read_across_frames=False)
     try:
-        if not _fill(source, scratch):
+        said = zstandard.get_frame_parameters(stored.data)
+        if said.content_size != total or said.window_size > max(_LEAST_WINDOW_BYTES, 1 << (total - 1).bit_length()):
             return FrameFault.STAGE
+        found = zstandard.ZstdDecompressor().decompress(stored.data)  # allocates what it says: as much as was asked for
     except zstandard.ZstdError:
         return FrameFault.STAGE
-    if stage == ZSTD_SPLIT:
-        _join(scratch[0], rows)
+    if len(found) != total:
+        return FrameFault.STAGE
+    payload = np.frombuffer(found, np.uint8)
+    _pour(_joined(payload) if stage == ZSTD_SPLIT else payload, rows)
     return None
 
 
-def _fill(source: zstandard.ZstdDecompressionReader, rows: Sequence[ByteRow]) -> bool:
+def _pour(payload: ByteRow, rows: Sequence[ByteRow]) -> None:
+    at = 0
     for row in rows:
-        view = row.data
-        while view.nbytes:
-            done = source.readinto(view)
-            if not done:
-                return False
-            view = view[done:]
-    return not source.readinto(bytearray(1))
+        np.copyto(row, payload[at : at + row.nbytes])
+        at += row.nbytes
 
 
-def _split(payload: ByteRow) -> memoryview:
-    return np.ascontiguousarray(payload.reshape(-1, 2).T).data.cast("B")
+def _split(payload: ByteRow) -> ByteRow:
+    """The low bytes of all 16-bit values, then the high ones."""
+    values, planes = payload.view("<u2"), np.empty(payload.nbytes, np.uint8)
+    planes[: values.size] = values.astype(np.uint8)
+    planes[values.size :] = (values >> 8).astype(np.uint8)
+    return planes
 
 
-def _join(planes: ByteRow, rows: Sequence[ByteRow]) -> None:
-    """The reverse of _split; a value may lie across the border of two rows."""
+def _joined(planes: ByteRow) -> ByteRow:
     half = planes.nbytes // 2
-    low, high, at = planes[:half], planes[half:], 0
-    for row in rows:
-        end = at + row.nbytes
-        for odd, plane in ((0, low), (1, high)):
-            first = at + (at % 2 != odd)
-            row[first - at :: 2] = plane[first // 2 : (end - odd + 1) // 2]
-        at = end
+    values = np.left_shift(planes[half:], 8, dtype="<u2")
+    np.bitwise_or(values, planes[:half], out=values)
+    return values.view(np.uint8)

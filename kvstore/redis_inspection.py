@@ -98,7 +98,7 @@ class NamespaceInspector:
                 raise TierError(f"{node.name} cannot be reached: {error}") from None
             if not isinstance(found, list) or len(found) != 2 or not isinstance(found[1], list):
                 raise TierError(f"{node.name}: SCAN gave {printable(str(found))}")
-            cursor = found[0]  # type: ignore[assignment]
+            cursor = found[0]
             if page := [name for name in found[1] if isinstance(name, bytes)]:
                 yield page
             if cursor == b"0":
