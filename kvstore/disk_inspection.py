@@ -34,7 +34,7 @@ def inspect_directory(
     if holder is not None:
         findings.add_note(f"in use by process {holder}")
     digests = _list(directory, selection, findings)
-    findings.add_note(f"files take {_stored_bytes(directory)} bytes")
+    findings.file_bytes = _stored_bytes(directory)
     if verify:
         _verify(directory, digests, secret, findings, advance)
     return findings

@@ -97,6 +97,7 @@ class Findings:
     gone_count: int = 0
     deleted_count: int = 0
     used_again_count: int | None = None
+    file_bytes: int | None = None
     foreign_count: int = 0
     repaired: bool = False
     families: dict[FamilyName, Family] = field(default_factory=dict)
@@ -179,6 +180,7 @@ class Findings:
             "unsigned": self.unsigned_count,
             "gone": self.gone_count,
             "used_again": self.used_again_count,
+            "file_bytes": self.file_bytes,
             "deleted": self.deleted_count,
             "foreign": self.foreign_count,
             "foreign_keys": self.foreign_examples,

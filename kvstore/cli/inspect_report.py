@@ -11,7 +11,8 @@ _LISTED = 10
 
 
 def lines(findings: Findings) -> Iterator[str]:
-    yield f"{findings.target}: {findings.copy_count} copies, {size(findings.stored_bytes)}"
+    files = f"; files take {size(findings.file_bytes)}" if findings.file_bytes is not None else ""
+    yield f"{findings.target}: {findings.copy_count} copies, {size(findings.stored_bytes)}{files}"
     yield ""
     if findings.families:
         yield from _table(findings)

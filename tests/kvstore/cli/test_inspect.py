@@ -145,7 +145,8 @@ def test_a_directory_in_use_can_be_looked_at_and_is_not_deleted_from(
     holder.communicate(timeout=60)
     assert holder.returncode == 0
     code, found = inspect(tmp_path)
-    assert (code, found["copies"], found["notes"][0][:10]) == (0, 16, "files take")
+    assert (code, found["copies"], found["notes"]) == (0, 16, [])
+    assert found["file_bytes"] >= found["bytes"]
 
 
 def test_signed_copies(tmp_path: Path, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
