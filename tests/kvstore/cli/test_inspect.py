@@ -308,6 +308,7 @@ def hostile_server(server: Server, draw: random.Random) -> None:
         client.set(f"kv1:root:{'09' * 32}", b'{"model": {"deep": [1]}, "x": "\xc3\xa9"}')
         client.rpush(f"kv1:root:{'0a' * 32}", "a")
         client.set("kv1:root:short", "x")
+        client.set("kv1:" + 3 * MIB * "x", "x")  # a name that is longer than any reply of ours
         for _ in range(300):
             client.set(b"kv1:" + draw.randbytes(draw.randrange(60)), draw.randbytes(30))
         for n in range(3 * MOST_FAMILIES):
