@@ -66,9 +66,8 @@ class _SlotFile:
 class SlotFiles:
     """All slot files of a directory."""
 
-    def __init__(self, directory: Path, *, readonly: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._flags = (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC
         self._files: dict[int, _SlotFile] = {}
         self.can_punch = True
 
@@ -195,10 +194,6 @@ class SlotFiles:
         except OSError:
             return 0
 
-    def open_readonly(self, slot_bytes: int) -> None:
-        """For a reader: make a file known, so that frames can be read from it."""
-        self._files.setdefault(slot_bytes, _SlotFile(slot_bytes))
-
     def stored_bytes(self, slot_bytes: int) -> int:
         return os.fstat(self._fd(slot_bytes)).st_blocks * 512
 
@@ -223,7 +218,7 @@ class SlotFiles:
         file = self._files[slot_bytes]
         if file.fd < 0:
             path = self._directory / slot_file_name(slot_bytes)
-            file.fd = os.open(path, self._flags, 0o600)
+            file.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return file.fd
 
     def _probe_holes(self) -> bool:
