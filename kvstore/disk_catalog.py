@@ -27,6 +27,7 @@ _TICK = struct.Struct("<Q")
 _TABLES = (b"copies", b"values", b"recency", b"meta")
 _META_PAGES = 2
 _READERS = 126
+_COMMIT_BYTES = 256 << 10  # what LMDB writes in one call, at most
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
@@ -225,7 +226,7 @@ class DiskCatalog:
                 self._measure(txn)
         except lmdb.Error as error:
             self._recover(error)
-            raise _translated(error) from error
+            raise self._write_error(error) from error
         self._after_write()
 
     def settle(self) -> None:
@@ -242,7 +243,7 @@ class DiskCatalog:
                 self._measure(txn)
         except lmdb.Error as error:
             self._recover(error)
-            raise _translated(error) from error
+            raise self._write_error(error) from error
         self._after_write()
 
     def compact(self) -> None:
@@ -276,6 +277,14 @@ class DiskCatalog:
 
     def close(self) -> None:
         self._env.close()
+
+    def _write_error(self, error: lmdb.Error) -> CatalogError:
+        """A commit that a full file system cuts short says EIO."""
+        if "Input/output error" in str(error):
+            room = os.statvfs(self._path.parent)
+            if room.f_bavail * room.f_frsize < _COMMIT_BYTES:
+                return CatalogFullError("disk_full", str(error))
+        return _translated(error)
 
     def _recover(self, error: lmdb.Error) -> None:
         if isinstance(error, lmdb.PanicError):

@@ -10,14 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from allocator.errors import ConfigError, TierError
-from kvstore.cli import inspect_report, json_target
+from kvstore.cli import json_target
 from kvstore.config import KVStoreConfig
-from kvstore.inspection import Advance, Findings, Selection
+
+if TYPE_CHECKING:
+    from kvstore.inspection import Advance, Findings, Selection
 
 
 def inspect(  # noqa: PLR0913 - one argument an option
@@ -43,6 +45,9 @@ def inspect(  # noqa: PLR0913 - one argument an option
 
     Exit code 0: all is well; 1: something is corrupt, unreachable, or in use and not to be deleted from; 2: bad usage.
     """
+    from kvstore.cli import inspect_report  # what checks frames is loaded only here: other commands stay quick
+    from kvstore.inspection import Selection
+
     if json_file is not None and (problem := json_target.cannot_write(json_file)):
         raise typer.BadParameter(problem, param_hint="--json")
     try:

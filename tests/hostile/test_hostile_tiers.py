@@ -176,7 +176,7 @@ def overwrite(tier: DiskTier, key: CopyKey, bad: bytes) -> bytes:
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["index", "slots"])
 def test_mutated_frames_on_disk(tmp_path: Path, size: int, secret: bytes | None) -> None:
     disk_rounds(tmp_path, BATCH, size, secret)  # what the tier itself needs is allocated
-    with bounded_memory(BATCH * size * 6 + 4 * MIB):  # the test's own frames; a bomb has 64 MiB
+    with bounded_memory(BATCH * size * 6 + 12 * MIB):  # the test's own frames; a bomb has 64 MiB
         disk_rounds(tmp_path, COUNT // 16, size, secret)
 
 
