@@ -157,8 +157,9 @@ def _own_tiers(
             from kvstore.frame_specs import geometry_specs
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
-            specs = geometry_specs(geometry)
-            disk = DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs)
+            specs, secret = geometry_specs(geometry), config.secret.encode() or None
+            place = (config.disk_path, config.disk_bytes, executor)
+            disk = DiskTier(*place, sync=config.disk_sync, specs=specs, secret=secret)
             tiers.append(disk)
             if config.zstd_level:
                 disk.pack(config.zstd_level)
