@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from allocator.errors import ConfigError, IntegrityError
+from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.host_arena import HostArena
 from kvstore.host_index import HostEntry, HostIndex

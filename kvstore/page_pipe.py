@@ -22,6 +22,7 @@ from kvstore.tier import ByteRow
 
 LEAST_BYTES = 64 << 10  # smaller ones are copied sooner than lent
 _PIPE_BYTES = 1 << 20
+_QUEUE_BYTES = 1 << 20  # lent to the socket at most, as far as the system allows: each time it is full costs a wakeup
 _F_SETPIPE_SZ = 1031
 
 
@@ -49,6 +50,7 @@ class PagePipe:
         self._out, self._in = os.pipe()
         try:
             fcntl.fcntl(self._in, _F_SETPIPE_SZ, _PIPE_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_BYTES)
         except OSError:
             self.close()
             raise
@@ -67,7 +69,7 @@ class PagePipe:
         """Send all of it. False: the system refused the first piece. An OSError later leaves the socket unusable."""
         vmsplice = _vmsplice()
         assert vmsplice is not None
-        at, left = row.ctypes.data, row.nbytes
+        at, left = row.__array_interface__["data"][0], row.nbytes
         target = self._sock.fileno()
         while left:
             lent = vmsplice(self._in, ctypes.byref(_Piece(at, left)), 1, 0)

@@ -25,12 +25,11 @@ from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.frame import FrameFault
-from kvstore.frame_build import build_joined_header
 from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
-from kvstore.redis_frames import FrameSink, KeyNames, Specs, joined_checksum
+from kvstore.redis_frames import Forms, FrameSink, KeyNames, header_of
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
 from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Wire
@@ -81,7 +80,7 @@ class RedisTier(QueuedTier):
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
         self._packer = Packer(options.zstd_level, secret) if options.zstd_level else None
-        self._spec_of = Specs(spec_of).of
+        self._form_of = Forms(spec_of).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))
         self._names = KeyNames(self.address.namespace)
         self.links = Links(self.address, options.links)
@@ -185,11 +184,11 @@ class RedisTier(QueuedTier):
         generation = self._generation
         results: dict[CopyKey, ResultCode] = {}
         fresh: list[Job] = []
-        known = [job.key for job in jobs if self._ledger.holds(job.key)]
-        still = self._renew([*self._ledger.touch(known)]) if known else {}
+        still = self._renew([job.key for job in jobs if self._ledger.holds(job.key)])
         for job in {job.key: job for job in jobs}.values():
-            if job.key in known and still.get(job.key, True):
-                results[job.key] = ResultCode.OK
+            reply = still.get(job.key, 0)
+            if reply != 0:  # believed in: there, or nobody can say
+                results[job.key] = ResultCode.OK if reply == 1 else self._failure(reply)
             elif not job.size_bytes:
                 results[job.key] = ResultCode.FAILED
                 self._count("empty_payload")
@@ -209,7 +208,7 @@ class RedisTier(QueuedTier):
                 items = []
                 for order in window:  # new ones: this may be the second try
                     job = order.item
-                    sink = FrameSink(job, self._spec_of(job.key, job.size_bytes), self._secret)
+                    sink = FrameSink(job, self._form_of(job), self._secret)
                     sinks[id(order)] = sink
                     items.append((order.name, sink))
                 return wire.get(items, self._ttl_ms, node.has_getex, asking)
@@ -259,9 +258,9 @@ class RedisTier(QueuedTier):
             self._survey()
         limit = self._ledger.capacity_bytes or sys.maxsize
         for job in jobs:
-            spec = self._spec_of(job.key, job.size_bytes)
-            packed = None if self._packer is None else self._packer.pack(spec, job.rows)
-            size = (spec.frame_bytes(1) if packed is None else len(packed)) + _NAME_BYTES
+            form = self._form_of(job)
+            packed = None if self._packer is None else self._packer.pack(form.spec_of(job.key), job.rows)
+            size = (form.stamp.header_bytes + job.size_bytes if packed is None else len(packed)) + _NAME_BYTES
             if size > min(limit, self._value_limit_bytes):
                 results[job.key] = ResultCode.TOO_LARGE
                 continue
@@ -278,9 +277,9 @@ class RedisTier(QueuedTier):
                 if not self._ledger.reserve(size):
                     results[job.key] = ResultCode.FULL
                     continue
-                orders.append(Order(self._names.of(job.key), size, (job, spec, packed)))
+                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
             else:
-                orders.append(Order(self._names.of(job.key), size, (job, spec, packed)))
+                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
         return results | self._send(transfer, orders, generation)
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
@@ -304,11 +303,9 @@ class RedisTier(QueuedTier):
         return results
 
     def _put_order(self, order: Order) -> PutOrder:
-        job, spec, packed = order.item
-        if packed is not None:
-            return order.name, [packed], len(packed)
-        header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
-        return order.name, [header, *job.rows], order.size_bytes - _NAME_BYTES
+        job, form, packed = order.item
+        pieces = [header_of(job, form, self._secret), *job.rows] if packed is None else [packed]
+        return order.name, pieces, order.size_bytes - _NAME_BYTES
 
     def _survey(self) -> None:
         """Count what an earlier life of this process left; what is over the cap goes. TierError: try again later."""
@@ -335,8 +332,8 @@ class RedisTier(QueuedTier):
         _command(self.links, orders, lambda order: [b"UNLINK", order.name])
         return {order.item: isinstance(order.reply, int) for order in orders}
 
-    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, bool]:
-        """Set times to live anew; False where the server says that a copy is gone."""
+    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, Reply | Lost]:
+        """Set times to live anew; 1 where a copy is there, 0 where it is gone."""
         orders = [Order(self._names.of(key), 0, key) for key in keys]
         _command(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
         for order in orders:
@@ -344,7 +341,7 @@ class RedisTier(QueuedTier):
                 self._ledger.renewed(order.item)
             elif order.reply == 0:
                 self._ledger.missed(order.item)
-        return {order.item: order.reply != 0 for order in orders}
+        return {order.item: order.reply for order in orders}
 
     def _look_up(self) -> None:
         with self._wanted_lock:
