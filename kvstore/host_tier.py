@@ -67,14 +67,6 @@ class HostTier(IndexedTier[HostEntry]):
                 for entry in list(family.values()):
                     self._index.unlink(entry)
 
-    def touch(self, keys: Sequence[CopyKey]) -> None:
-        with self._lock:
-            for key in keys:
-                entry = self._index.find(key)
-                if entry is not None:
-                    self._index.touch(entry)
-                    entry.use_count += 1
-
     def lend(self, keys: Sequence[CopyKey]) -> list[Loan | None]:
         loans: list[Loan | None] = []
         with self._lock:
@@ -151,16 +143,6 @@ class HostTier(IndexedTier[HostEntry]):
                 else:
                     self._index.abandon(entry)
         return result
-
-    def _claim(self, jobs: Sequence[Job]) -> list[Any]:
-        with self._lock:
-            entries = [self._index.find(job.key) for job in jobs]
-            for entry in entries:
-                if entry is not None:
-                    entry.reader_count += 1
-                    entry.use_count += 1
-                    self._index.touch(entry)
-            return entries
 
     def _get_one(self, job: Job, claim: Any) -> ResultCode:
         entry: HostEntry | None = claim

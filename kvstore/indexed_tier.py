@@ -49,6 +49,7 @@ class IndexedTier(QueuedTier, Generic[Entry]):
             for key in keys:
                 entry = self._index.find(key)
                 if entry is not None:
+                    entry.use_count += 1
                     self._index.touch(entry)
 
     def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
@@ -84,6 +85,7 @@ class IndexedTier(QueuedTier, Generic[Entry]):
             for entry in entries:
                 if entry is not None:
                     entry.reader_count += 1
+                    entry.use_count += 1
                     self._index.touch(entry)
             return entries
 
