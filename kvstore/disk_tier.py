@@ -218,6 +218,7 @@ class DiskTier(IndexedTier[DiskEntry]):
         return form.fault(found, head, self._specs(job.key, job.size_bytes), rows, self._secret)
 
     def _read_packed(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
+        frame: bytes | bytearray | None
         if entry.slot is not None:
             frame = self._slots.read_whole(entry.slot, entry.frame_bytes, entry.slot_bytes)
         else:

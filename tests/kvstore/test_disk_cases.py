@@ -165,6 +165,7 @@ def test_the_stores_secret_signs_what_lies_on_disk(make_store: Callable[..., KVS
     prompt, found = list(range(129)), []
     for secret in (SECRET.decode(), SECRET.decode(), ""):
         settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}
+        settings["spill_policy"] = "everything"
         store = make_store(blocks=24, secret=secret, **settings)
         found.append(run_prompt(store, "one", prompt))
         store.finish("one")
