@@ -25,6 +25,7 @@ from kvstore.redis_tier import RedisTier
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import ResultCode
 from tests.hostile.mutations import FIELDS, Mutator, frame_of, sealed
+from tests.kvstore.redis_kit import options
 from tests.servers import Server
 
 COUNT = int(os.environ.get("HOSTILE_COUNT", "12000"))
@@ -188,7 +189,8 @@ def redis_rounds(server: Server, count: int, size: int, secret: bytes | None) ->
     buffers = [np.zeros(size, np.uint8) for _ in keys]
     good = {key: good_frame(key, size, secret) for key in keys}
     mutators = [mutator_of(key, size, secret, seed) for seed, key in enumerate(keys)]
-    tier, tried, spared = RedisTier(server.unix_url, spec_of=specs, secret=secret), 0, 0
+    patient = options(timeout_seconds=30.0)  # a busy machine is no fault here
+    tier, tried, spared = RedisTier(server.unix_url, spec_of=specs, secret=secret, options=patient), 0, 0
     with server.client() as client:
         while tried < count:
             bads = [mutator.next() for mutator in mutators]
