@@ -160,8 +160,11 @@ def _own_tiers(
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
             specs, secret = geometry_specs(geometry), config.secret.encode() or None
-            disk = (config.disk_path, config.disk_bytes, executor)
-            tiers.append(DiskTier(*disk, sync=config.disk_sync, specs=specs, secret=secret))
+            place = (config.disk_path, config.disk_bytes, executor)
+            disk = DiskTier(*place, sync=config.disk_sync, specs=specs, secret=secret)
+            tiers.append(disk)
+            if config.zstd_level:
+                disk.pack(config.zstd_level)
         if config.redis_url:
             tiers.append(_remote_tier(geometry, config, on_failed))
     except BaseException:
@@ -186,5 +189,7 @@ def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callabl
         ttl_seconds=config.redis_ttl_seconds,
         secret=config.secret.encode() or None,
         spec_of=geometry_specs(geometry),
-        options=RedisOptions(links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups),
+        options=RedisOptions(
+            links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups, zstd_level=config.zstd_level
+        ),
     )

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError, TierError, UsageError
+from kvstore.compression import Packer, read_staged
 from kvstore.copy_key import CopyKey
-from kvstore.disk_catalog import CatalogError
+from kvstore.disk_catalog import CatalogError, CatalogFullError
 from kvstore.disk_index import LEAST_BYTES, DiskEntry, DiskIndex
 from kvstore.disk_lock import DirectoryLock
-from kvstore.disk_open import make_directory, open_catalog, recover
+from kvstore.disk_open import make_directory, new_catalog, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.disk_writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
@@ -94,12 +95,19 @@ class DiskTier(IndexedTier[DiskEntry]):
         self._catalog = open_catalog(
             self.directory, self._directory_lock, map_bytes, self._sync, capacity_bytes, counts
         )
-        self._index: DiskIndex = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
-        try:
-            recover(self._catalog, self._index, self._slots, self.directory, counts)
-        except CatalogError as error:
-            self._catalog.close()
-            raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+        for last in (False, True):
+            self._index: DiskIndex = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
+            try:
+                recover(self._catalog, self._index, self._slots, self.directory, counts)
+                break
+            except CatalogError as error:
+                self._catalog.close()
+                if last or isinstance(error, CatalogFullError):
+                    raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+                counts[f"index_dropped_{error.cause}"] += 1  # pages of it are damaged: a cache may begin anew
+                self._slots.close()
+                self._slots = SlotFiles(self.directory)
+                self._catalog = new_catalog(self.directory, map_bytes, self._sync)
         self._epoch = self._catalog.epoch()
         counts["stale_readers"] += self._catalog.stale_readers
 
@@ -107,6 +115,10 @@ class DiskTier(IndexedTier[DiskEntry]):
         self._slots.close()
         self._directory_lock.release()
         self._executor.close()
+
+    def pack(self, level: int) -> None:
+        """Pack copies by zstd at this level from now on, where that makes them smaller. Before the first put."""
+        self._writer.packer = Packer(level, self._secret)
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -218,6 +230,8 @@ class DiskTier(IndexedTier[DiskEntry]):
         return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
 
     def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
+        if entry.frame_bytes < entry.size_bytes:
+            return self._read_packed(job, entry)
         rows = job.rows
         form = self._heads.head(job.key, entry.family, job.size_bytes)
         head = form.of(job.key.hash)
@@ -231,6 +245,17 @@ class DiskTier(IndexedTier[DiskEntry]):
         if found is None and self._secret is None:
             return None
         return form.fault(found, head, self._specs(job.key, job.size_bytes), rows, self._secret)
+
+    def _read_packed(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
+        frame: bytes | bytearray | None
+        if entry.slot is not None:
+            frame = self._slots.read_whole(entry.slot, entry.frame_bytes, entry.slot_bytes)
+        else:
+            frame = self._catalog.read_value(entry.generation, entry.frame_bytes)
+            if frame is None:
+                return "gone"
+        spec = self._specs(job.key, job.size_bytes)
+        return FrameFault.LENGTH if frame is None else read_staged(frame, spec, job.rows, self._secret)
 
     def _drop(self, entry: DiskEntry, cause: str) -> ResultCode:
         """A copy that cannot be served goes, this generation of it and no other."""

@@ -9,6 +9,9 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from kvstore.compression import parse_staged, unpack
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameSpec, parse_header
 from kvstore.frame_build import build_joined_header, joined_checksum
@@ -112,6 +115,9 @@ class FrameSink:
 
     def targets(self, length: int) -> Iterator[memoryview]:
         job = self._job
+        if length < job.size_bytes:
+            yield from self._packed_targets(length, self._form.spec_of(job.key))
+            return
         header_bytes = length - job.size_bytes
         if header_bytes == self.head_bytes and self._secret is None:
             header = bytearray(header_bytes)
@@ -155,3 +161,17 @@ class FrameSink:
                 self.fault = FrameFault.PAYLOAD_CHECKSUM
                 return
         self.fault = None
+
+    def _packed_targets(self, length: int, spec: FrameSpec) -> Iterator[memoryview]:
+        """A value that is shorter than its payload: packed, or nothing of use."""
+        if length <= self.head_bytes:
+            return
+        header = bytearray(self.head_bytes)
+        yield memoryview(header)
+        parsed = parse_staged(header, spec, frame_bytes=length, keyed=self._secret is not None)
+        if isinstance(parsed, FrameFault):
+            self.fault = parsed
+            return
+        stored = np.empty(parsed.stored_bytes, np.uint8)
+        yield stored.data
+        self.fault = parsed.check(stored, self._secret) or unpack(stored, parsed.stage, self._job.rows)

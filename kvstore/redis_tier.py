@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allocator.errors import ConfigError, TierError
+from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.frame import FrameFault
@@ -55,6 +56,7 @@ class RedisOptions:
     epoch_seconds: float = 1.0
     lookup_executor: Executor | None = None  # None: the tier's own, behind its transfers
     entries: int = 1 << 18  # beliefs kept, about 400 bytes each
+    zstd_level: int = 0  # copies are packed at this level, where that makes them smaller; 0: never
 
 
 class RedisTier(QueuedTier):
@@ -82,6 +84,7 @@ class RedisTier(QueuedTier):
         self._options = options
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
+        self._packer = Packer(options.zstd_level, secret) if options.zstd_level else None
         self._form_of = Forms(spec_of).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))
         self._names = KeyNames(self.address.namespace)
@@ -262,7 +265,8 @@ class RedisTier(QueuedTier):
         limit = self._ledger.capacity_bytes or sys.maxsize
         for job in jobs:
             form = self._form_of(job)
-            size = form.stamp.header_bytes + job.size_bytes + _NAME_BYTES
+            packed = None if self._packer is None else self._packer.pack(form.spec_of(job.key), job.rows)
+            size = (form.stamp.header_bytes + job.size_bytes if packed is None else len(packed)) + _NAME_BYTES
             if size > min(limit, self._value_limit_bytes):
                 results[job.key] = ResultCode.TOO_LARGE
                 continue
@@ -279,9 +283,9 @@ class RedisTier(QueuedTier):
                 if not self._ledger.reserve(size):
                     results[job.key] = ResultCode.FULL
                     continue
-                orders.append(Order(self._names.of(job.key), size, (job, form)))
+                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
             else:
-                orders.append(Order(self._names.of(job.key), size, (job, form)))
+                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
         return results | self._send(transfer, orders, generation)
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
@@ -305,8 +309,9 @@ class RedisTier(QueuedTier):
         return results
 
     def _put_order(self, order: Order) -> PutOrder:
-        job, form = order.item
-        return order.name, [header_of(job, form, self._secret), *job.rows], order.size_bytes - _NAME_BYTES
+        job, form, packed = order.item
+        pieces = [header_of(job, form, self._secret), *job.rows] if packed is None else [packed]
+        return order.name, pieces, order.size_bytes - _NAME_BYTES
 
     def _survey(self) -> None:
         """Count what an earlier life of this process left; what is over the cap goes. TierError: try again later."""

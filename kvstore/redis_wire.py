@@ -35,6 +35,7 @@ _LONGEST_LINE_BYTES = 1024
 _LONGEST_BULK_BYTES = 1 << 20  # of a reply that is not a value for a sink
 _MOST_ELEMENTS = 1 << 16
 _DEEPEST = 4
+_MOST_SKIPPED_BYTES = 64 << 20  # of a small command's reply
 _DRAIN_BYTES = 4 << 20  # more than this to skip: dropping the connection is cheaper
 _MOST_BUFFERS = 1000  # of one sendmsg; the system's limit is 1,024
 _AHEAD_BYTES = 4 << 20  # of values asked for and not read: the server holds as much, and never waits for us to ask
@@ -309,8 +310,8 @@ class DirectWire:
             self._end_of_bulk()
         return length
 
-    def _drain(self, left: int) -> None:
-        if left > _DRAIN_BYTES:
+    def _drain(self, left: int, limit: int = _DRAIN_BYTES) -> None:
+        if left > limit:
             raise WireError("value_refused", f"{left} bytes that nobody wants")
         scratch = memoryview(bytearray(min(left, 1 << 16)))
         while left:
@@ -339,8 +340,10 @@ class DirectWire:
             length = _number(line)
             if length < 0:
                 return None
-            if length > _LONGEST_BULK_BYTES:
-                raise WireError("out_of_step", f"a reply of {length} bytes")
+            if length > _LONGEST_BULK_BYTES:  # a name that somebody else made: nobody wants it, the rest goes on
+                self._drain(length, _MOST_SKIPPED_BYTES)
+                self._end_of_bulk()
+                return error_reply(f"TOOLONG a reply of {length} bytes")
             value = bytearray(length)
             self._fill(memoryview(value))
             self._end_of_bulk()
