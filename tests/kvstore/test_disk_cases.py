@@ -156,22 +156,6 @@ def test_a_forger_who_knows_every_sum_but_no_secret_is_a_miss(tmp_path: Path) ->
     tier.close()
 
 
-def test_the_stores_secret_signs_what_lies_on_disk(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
-    from tests.kvstore.driving import run_prompt
-
-    prompt, found = list(range(129)), []
-    for secret in (SECRET.decode(), SECRET.decode(), ""):
-        settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}
-        settings["spill_policy"] = "everything"
-        store = make_store(blocks=24, secret=secret, **settings)
-        found.append(run_prompt(store, "one", prompt))
-        store.finish("one")
-        for _ in range(20):
-            store.step()
-        store.close()
-    assert found == [0, 128, 0]
-
-
 def test_case_052_nothing_is_seen_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow writer, watched at every write of a piece: by this process and through the index file by a reader."""
     tier = DiskTier(tmp_path, 4 * MIB)
