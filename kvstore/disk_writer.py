@@ -19,14 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
 from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
-from kvstore.disk_layout import BALLAST_NAME, DiskRecord
+from kvstore.disk_layout import BALLAST_NAME, record_bytes
 from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
-from kvstore.frame import FrameSpec, build_joined_header
 from kvstore.frame_build import joined_checksum
+from kvstore.frame_heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame_specs import SpecSource
 from kvstore.tier import Job, ResultCode, Transfer
 
@@ -43,6 +44,7 @@ class DiskSettings(NamedTuple):
     directory: Path
     sync: str
     specs: SpecSource
+    heads: FrameHeads
     secret: bytes | None
     retry_seconds: float
 
@@ -52,7 +54,8 @@ class _Fresh(NamedTuple):
 
     job: Job
     entry: DiskEntry
-    spec: FrameSpec
+    form: FrameHead
+    packed: bytes | None
 
 
 class DiskWriter:
@@ -70,7 +73,9 @@ class DiskWriter:
     ) -> None:
         self._settings = settings
         self._sync, self._specs, self._secret = settings.sync, settings.specs, settings.secret
+        self._heads = settings.heads
         self._catalog, self._index, self._slots = catalog, index, slots
+        self.packer: Packer | None = None
         self._directory_lock, self._lock, self._count = directory_lock, lock, count
         self._paused_until = self._raise_at = 0.0
         self._ballast = settings.directory / BALLAST_NAME
@@ -89,10 +94,11 @@ class DiskWriter:
         failure = None
         try:
             fresh: list[_Fresh] = []
+            packed = self._packed(self.packer, jobs) if self.packer is not None and not paused else {}
             with self._lock:
                 for job in jobs:
                     if job.key not in entries:
-                        found = self._reserve(batch, job, paused)
+                        found = self._reserve(batch, job, paused, packed.get(job.key))
                         entries[job.key] = found if isinstance(found, ResultCode) else found.entry
                         if isinstance(found, _Fresh):
                             fresh.append(found)
@@ -109,7 +115,18 @@ class DiskWriter:
         results = [entries.get(job.key, failure or ResultCode.FAILED) for job in jobs]
         return [ResultCode.OK if isinstance(one, DiskEntry) else one for one in results]
 
-    def _reserve(self, batch: Batch, job: Job, paused: bool) -> _Fresh | ResultCode:
+    def _packed(self, packer: Packer, jobs: Sequence[Job]) -> dict[CopyKey, bytes]:
+        """Whole frames of those that are not there yet and become smaller."""
+        with self._lock:
+            fresh = [job for job in jobs if job.size_bytes and self._index.find(job.key) is None]
+        frames = {}
+        for job in fresh:
+            frame = packer.pack(self._specs(job.key, job.size_bytes), [row for row in job.rows if row.nbytes])
+            if frame is not None:
+                frames[job.key] = frame
+        return frames
+
+    def _reserve(self, batch: Batch, job: Job, paused: bool, packed: bytes | None) -> _Fresh | ResultCode:
         known = self._index.find(job.key)
         if known is not None:
             self._index.touch(known)
@@ -120,14 +137,14 @@ class DiskWriter:
         if job.size_bytes == 0:
             self._index.counts["empty"] += 1
             return ResultCode.FAILED
-        spec = self._specs(job.key, job.size_bytes)
-        frame_bytes = spec.frame_bytes(1)
+        form = self._heads.head(job.key, job.key.family, job.size_bytes)
+        frame_bytes = form.frame_bytes if packed is None else len(packed)
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
         entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes)
         if entry is None and self._index.other_readers:  # freed pages cannot be used while an old state is read
             self._index.counts["reader_holds_room"] += 1
-        return _Fresh(job, entry, spec) if entry is not None else ResultCode.FULL
+        return _Fresh(job, entry, form, packed) if entry is not None else ResultCode.FULL
 
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
@@ -157,11 +174,21 @@ class DiskWriter:
                     with self._lock:
                         self._index.note_commit(0, 0)
 
+    def _head(self, one: _Fresh) -> bytearray:
+        """The head of a copy's frame; of a signed one with its sums, for which it reads the rows once more."""
+        job = one.job
+        if self._secret is None:
+            return one.form.of(job.key.hash)
+        return signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
+
     def _write_slot(self, one: _Fresh) -> None:
         entry = one.entry
         if entry.slot is not None:
-            rows = [row for row in one.job.rows if row.nbytes]
-            self._slots.write_frame(entry.slot, one.spec, rows, self._secret, entry.slot_bytes)
+            if one.packed is not None:
+                self._slots.write_whole(entry.slot, one.packed, entry.slot_bytes)
+            else:
+                rows = one.job.rows
+                self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sum_at, rows)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
@@ -173,7 +200,8 @@ class DiskWriter:
         with self._lock:
             tick = self._index.tick
             recency = self._index.take_dirty(_RECENCY_A_COMMIT)
-        additions = [self._addition(one, tick) for one in written]
+        now = int(time.time())
+        additions = [self._addition(one, tick, now) for one in written]
         self._catalog.write(additions, (), recency, self._index.last_generation)
         with self._lock:
             self._index.note_commit(0, 0)
@@ -181,24 +209,16 @@ class DiskWriter:
                 self._index.publish(one.entry)
                 self._index.dirty.pop(one.entry.generation, None)
 
-    def _addition(self, one: _Fresh, tick: int) -> Addition:
-        job, entry, spec = one
-        record = DiskRecord(
-            job.key,
-            job.size_bytes,
-            entry.frame_bytes,
-            entry.slot_bytes,
-            entry.slot,
-            entry.generation,
-            tick,
-            int(time.time()),
-            job.parent,
-        )
-        value = None
-        if entry.slot is None:
-            header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
-            value = b"".join((header, *(row.data for row in job.rows)))
-        return Addition(entry.digest, record.to_bytes(), entry.generation, value)
+    def _addition(self, one: _Fresh, tick: int, written_at: int) -> Addition:
+        job, entry, form, value = one
+        place = (job.size_bytes, entry.frame_bytes, entry.slot_bytes, entry.slot)
+        record = record_bytes(job.key.to_bytes(), job.parent, place, entry.generation, tick, written_at)
+        if entry.slot is None and value is None:
+            head = form.filled(job.key.hash, joined_checksum(job.rows))
+            if self._secret is not None:
+                head = signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
+            value = b"".join((head, *(row.data for row in job.rows)))
+        return Addition(entry.digest, record, entry.generation, value if entry.slot is None else None)
 
     def _settle_entries(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allocator.errors import UsageError
@@ -22,6 +22,7 @@ SECRET_BYTES = (16, 64)  # shortest and longest
 EXACT_FLAG, KEYED_FLAG = 1, 2
 FIXED = struct.Struct("<8sHHI32s16s16s16sHHIHHHHIIQQIHH")
 SEGMENT = struct.Struct("<QQHHI16s")
+HASH_AT, SEGMENT_SUM_AT = 16, 24  # in the fixed fields, in a segment
 MAC_BYTES, CHECK_BYTES = 32, 16
 MOST_SEGMENTS = 4096
 NAME_BYTES = 16
@@ -81,7 +82,7 @@ def padded_name(text: str) -> bytes:
     return text.encode("ascii").ljust(NAME_BYTES, b"\x00")
 
 
-def keyed_hash(secret: bytes, start: bytes, pieces: Sequence[ByteRow]) -> bytes:
+def keyed_hash(secret: bytes, start: bytes, pieces: Iterable[ByteRow]) -> bytes:
     if not isinstance(secret, bytes) or not SECRET_BYTES[0] <= len(secret) <= SECRET_BYTES[1]:
         raise UsageError(f"frame secret: got {len(secret)} bytes; expected {SECRET_BYTES[0]} to {SECRET_BYTES[1]}")
     state = hashlib.blake2b(start, key=secret, digest_size=MAC_BYTES, person=_PERSON)

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import typer
 
     from kvstore.cli.doctor import doctor
+    from kvstore.cli.inspect import inspect
     from kvstore.cli.serve import serve
 
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    own: dict[str, Callable[..., None]] = {"doctor": doctor, "serve": serve}
+    own: dict[str, Callable[..., None]] = {"doctor": doctor, "inspect": inspect, "serve": serve}
     for name, command in own.items():
         app.command(name)(command)
     app.callback()(lambda: None)  # a group even while there is one command
