@@ -17,7 +17,7 @@ from allocator.errors import ConfigError, KVError
 from kvstore import daemon as service  # its names load when they are used
 from kvstore.cli import json_target
 
-_LONGEST_HOLD_SECONDS = 0.0005  # of Python's lock: a request must not wait for another one's 5 ms
+_LONGEST_HOLD_SECONDS = 0.0001  # of Python's lock: a request must not wait for another one's 5 ms
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
