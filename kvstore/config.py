@@ -261,6 +261,11 @@ def _read(name: str, metadata: Mapping[Any, Any], value: Any) -> Any:
         raise ConfigError(f"{name}: got {given}; expected {metadata['expected']}") from None
 
 
+def size_bytes(name: str, value: object) -> int:
+    """A byte count, or text such as "4 GiB", as a setting reads it. ConfigError says what was given and expected."""
+    return int(_read(name, {"expected": _BYTES, "read": _size, "private": False}, value))
+
+
 def _refuse_unknown(settings: Mapping[str, Any], source: str) -> None:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{source}: got {settings!r} ({type(settings).__name__}); expected keys and their values")

@@ -42,9 +42,7 @@ def _gemma3(layers: int, hidden: int, heads: tuple[int, int], feed_forward: int,
 
 def _qwen2(layers: int, hidden: int, heads: tuple[int, int], feed_forward: int, *, tied: bool) -> Fields:
     vocabulary = 151936 if hidden < 3584 else 152064
-    return _dense(
-        layers, hidden, heads, feed_forward, vocabulary, 32768, model_type="qwen2", tie_word_embeddings=tied
-    )
+    return _dense(layers, hidden, heads, feed_forward, vocabulary, 32768, model_type="qwen2", tie_word_embeddings=tied)
 
 
 def _qwen3(layers: int, hidden: int, heads: tuple[int, int], feed_forward: int, *, tied: bool, **more: Any) -> Fields:
