@@ -25,7 +25,7 @@ from kvstore.planning.report import Cards, Document, TierSize, plan_document
 _WIDTH = 140
 
 
-def plan(
+def plan(  # noqa: PLR0913 - the signature is the command line
     model: Annotated[str, typer.Option(help="A built-in name such as llama-3.1-70b, or the path of a config.json.")],
     context: Annotated[int, typer.Option(help="Tokens of a request, its answer included.")] = 8192,
     concurrency: Annotated[int, typer.Option(help="Requests that decode together.")] = 1,

@@ -34,19 +34,7 @@ class Effect:
 
 def effects(shape: ModelShape, demand: Demand) -> list[Effect]:
     """Those that apply to the model and the demand."""
-    found = [*_heads(shape), *_window(shape, demand), *_cold(shape, demand)]
-    if demand.shared_tokens and demand.concurrency > 1:
-        raw = Capacity(shape, demand, "raw")
-        found.append(
-            Effect(
-                f"prefix sharing, {demand.shared_tokens:,} tokens",
-                f"{demand.concurrency} requests, each with its own copy",
-                "bytes",
-                raw.total_bytes(demand.concurrency, 0),
-                raw.total_bytes(demand.concurrency, demand.shared_tokens),
-            )
-        )
-    return found
+    return [*_heads(shape), *_window(shape, demand), *_cold(shape, demand), _sharing(shape, demand)]
 
 
 def _elements(shape: ModelShape) -> int:
@@ -113,3 +101,15 @@ def _cold(shape: ModelShape, demand: Demand) -> list[Effect]:
             Capacity(shape, demand, "raw").request_bytes, Capacity(shape, demand, "int4").request_bytes,
         ),
     ]  # fmt: skip
+
+
+def _sharing(shape: ModelShape, demand: Demand) -> Effect:
+    """With the prefix that was given; without one, what half a context in common would change."""
+    shared, requests = demand.shared_tokens, max(2, demand.concurrency)
+    what = f"prefix sharing, {shared:,} tokens"
+    if not shared:
+        shared = demand.context_tokens // 2
+        what = f"prefix sharing, were half of every context common ({shared:,} tokens)"
+    raw = Capacity(shape, demand, "raw")
+    base = f"{requests} requests, each with its own copy"
+    return Effect(what, base, "bytes", raw.total_bytes(requests, 0), raw.total_bytes(requests, shared))

@@ -1,8 +1,8 @@
 """From a Hugging Face config to cache groups and to what computing with the model costs.
 
-Two kinds of input: a transformers config object (the engine's runner; it has every field), and the `config.json` itself,
-which leaves out what the model's class fills in. `read_config` fills in the few of those that decide the KV, so that
-both meet in `cache_groups`. Pure reading; any thread. Every refusal says which field, what was given and expected.
+Two kinds of input: a transformers config object (the engine's runner; it has every field), and the `config.json`
+itself, which leaves out what the model's class fills in. `read_config` fills in the few of those that decide the KV, so
+that both meet in `cache_groups`. Pure reading; any thread. Refusals say which field, what was given and expected.
 """
 
 from __future__ import annotations
