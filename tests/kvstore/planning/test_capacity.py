@@ -52,15 +52,16 @@ def test_as_many_requests_fit_as_the_pool_has_room_for(model: str, codec: str) -
     count = capacity.requests_that_fit(kv_bytes)
     assert count >= 5
     pool = BlockPool(ExtentLayout(kv_bytes, capacity._full_bytes, capacity._cold_bytes))
-    counts = list(enumerate(capacity.blocks(600)))
+
+    def place_one() -> None:
+        for group, blocks in enumerate(capacity.blocks(600)):
+            pool.allocate(group, blocks.full, form=FULL)
+            pool.allocate(group, blocks.cold, form=COLD)
+
     for _ in range(count):
-        for group, blocks in counts:
-            for form, number in ((FULL, blocks.full), (COLD, blocks.cold)):
-                pool.allocate(group, number, form=form)
+        place_one()
     with pytest.raises(CapacityError):
-        for group, blocks in counts:
-            for form, number in ((FULL, blocks.full), (COLD, blocks.cold)):
-                pool.allocate(group, number, form=form)
+        place_one()
 
 
 def test_nothing_fits_where_the_weights_leave_nothing() -> None:
