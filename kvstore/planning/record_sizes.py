@@ -12,8 +12,8 @@ from quant import CodecError, record_bytes
 from quant.record_layout import RUN_TOKENS, int8k_layout
 
 _RECORD_BYTES: dict[str, Callable[[int, int], int]] = {
-    "int4": record_bytes,
     "int8k": lambda key_dim, value_dim: int8k_layout(key_dim, value_dim).record_bytes,
+    "int4": record_bytes,
 }
 CODECS = ("raw", *_RECORD_BYTES)
 

@@ -75,7 +75,7 @@ def test_exit_code_1_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> No
             ("--model", "llama-3.1-8b", "--shared-prefix", "9000"),
             "shared-prefix: got 9000; expected a count in [0, 8192]",
         ),
-        (("--model", "llama-3.1-8b", "--codec", "int3"), "codec: got 'int3'; expected some of raw, int4, int8k"),
+        (("--model", "llama-3.1-8b", "--codec", "int3"), "codec: got 'int3'; expected some of raw, int8k, int4"),
         (("--model", "llama-3.1-8b", "--block-tokens", "24"), "block_tokens: got 24"),
         (("--model", "llama-3.1-8b", "--dtype", "int8"), "expected a dtype of"),
         (("--model", "llama-3.1-8b", "--gpu", "h9000"), "gpu: got 'h9000'; expected one of a100"),
