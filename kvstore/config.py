@@ -22,8 +22,8 @@ from allocator.errors import ConfigError
 ENV_PREFIX = "KVSTORE_"
 TOML_TABLE = "kvstore"
 OTHER_VARIABLES = frozenset({"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE"})
-"""Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models, which kernels
-`quant` uses, and what `kvstore record` asks for."""
+"""Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models, which
+kernels `quant` uses, and what `kvstore record` asks for."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -7,6 +7,7 @@ said once as a warning and counted in `lost_requests`.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -98,7 +99,10 @@ class TraceRecorder:
             number += 1
             path = Path(named).with_name(f"{Path(named).stem}-{number}{Path(named).suffix}")
         salt_file = environ.get(SALT_VARIABLE)
-        return cls(path, root, block_tokens, model=model, salt=read_salt(salt_file) if salt_file else None)
+        salt = read_salt(salt_file) if salt_file else None
+        recorder = cls(path, root, block_tokens, model=model, salt=salt)
+        atexit.register(recorder.close)
+        return recorder
 
     def record(self, ended: EndedRequest) -> None:
         """One request. Costs a hash of its prompt's names; nothing of the prompt is kept."""

@@ -1,5 +1,6 @@
-"""`kvstore record`: run a command whose engine then writes a privacy-safe trace of its requests (docs/formats/trace.md).
+"""`kvstore record`: run a command whose engine then writes a privacy-safe trace of its requests.
 
+The format is docs/formats/trace.md.
 The engine of this library looks for the recorder's variables when it is made; nothing else of the command changes.
 Exit code: the command's own; 1 when it wrote no trace; 2 for bad usage.
 """
