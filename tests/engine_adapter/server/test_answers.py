@@ -72,9 +72,8 @@ def test_chat_goes_through_the_models_template(client: Client) -> None:
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
     plain = client.complete("<system>Be brief.\u0003<user>Hi\u0003<assistant>", max_tokens=12, ignore_eos=True)
-    status, answer = client.post(
-        "/v1/chat/completions", messages=messages, max_tokens=12, temperature=0, ignore_eos=True
-    )
+    asked = {"messages": messages, "max_tokens": 12, "ignore_eos": True}
+    status, answer = client.post("/v1/chat/completions", **asked, temperature=0)
     assert status == 200
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": plain["choices"][0]["text"]}
