@@ -28,7 +28,7 @@ _TOKENS = 8
 
 REMEDIES = {
     "queueing": (
-        "let more requests run at once (a larger batch), if memory for their KV is there: kvstore plan says how many fit",
+        "let more requests run at once (a larger batch), if their KV has room: kvstore plan says how many fit",
         "more KV in the same memory: INT4 cold blocks (codec = int4), shared prefixes",
         "shorter answers, or another replica: a queue grows without end once requests come faster than they leave",
     ),
@@ -51,7 +51,7 @@ REMEDIES = {
         "shorter contexts; fewer long ones in one batch",
     ),
     "bandwidth, weights": (
-        "more requests at once: a step reads the weights once for all of them",
+        "more requests at once: a step reads the weights (and pays the engine's fixed cost) once for all of them",
         "quantised weights, speculative decoding, a card with more bandwidth",
     ),
     "compute, decode": (
@@ -220,7 +220,7 @@ def _queue(found: Diagnosis) -> _Cause:
     return (
         "queueing",
         (
-            f"a first token comes {here.queue_seconds:.2f} s later than {here.requests_at_once} prompts take to compute",
+            f"first tokens come {here.queue_seconds:.2f} s later than {here.requests_at_once} prompts take to compute",
             f"{found.at_once[here.requests_at_once]} of {here.requests_at_once} answers were written at the same time",
         ),
         None,
