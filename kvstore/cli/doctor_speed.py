@@ -68,7 +68,7 @@ def print_speed(report: Report) -> None:
 
 def _print_phase(name: str, phase: Report, factor: float, unit: str, slope_unit: str, slope_factor: float) -> None:
     shown: Sequence[str] = [
-        f"{one['seconds'] * factor:.2f} {unit} at {one['tokens']:,.0f} (+-{one['spread'] / 2:.0%})"
+        f"{one['seconds'] * factor:.2f} {unit} at {one['tokens']:,.0f} (median {one['spread']:.0%} above)"
         for one in phase["points"]
     ]
     typer.echo(f"{name:<9} {', '.join(shown) or 'not measured'}")

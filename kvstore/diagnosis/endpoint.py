@@ -11,6 +11,7 @@ import json
 import ssl
 import time
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,11 +48,18 @@ class Sample:
         return len(self.chunk_seconds) if self.answer_tokens is None else self.answer_tokens
 
     @property
+    def gaps_seconds(self) -> list[float]:
+        """Times between tokens, in order; a piece of several tokens counts as that many equal ones on average."""
+        scale = len(self.chunk_seconds) / max(len(self.chunk_seconds), self.tokens)
+        return [
+            (later - earlier) * scale
+            for earlier, later in zip(self.chunk_seconds, self.chunk_seconds[1:], strict=False)
+        ]
+
+    @property
     def itl_seconds(self) -> float | None:
-        """Mean time between tokens."""
-        if self.tokens < 2:
-            return None
-        return (self.chunk_seconds[-1] - self.chunk_seconds[0]) / (self.tokens - 1)
+        """The usual time between tokens: a median, so that a few steps that computed another's prompt do not count."""
+        return median(self.gaps_seconds) if len(self.chunk_seconds) > 1 else None
 
 
 @dataclass(slots=True)

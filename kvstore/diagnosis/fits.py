@@ -1,6 +1,6 @@
 """The two phases as lines over the length of the prompt: a part that is always there, and one that grows. Pure.
 
-seconds = fixed_seconds + tokens * token_seconds, least squares over the medians of each length, no part negative.
+seconds = fixed_seconds + tokens * token_seconds, least squares over the best of each length, no part negative.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured at one length: seconds of each round. spread: (largest - smallest) / median."""
+    """What was measured at one length: tokens as the server counted them, seconds of each round.
+
+    `best` is the quickest round: what it takes when nobody disturbs. spread: how far the median is from it.
+    """
 
     tokens: float
     seconds: tuple[float, ...]
 
     @property
-    def typical(self) -> float:
-        return median(self.seconds)
+    def best(self) -> float:
+        return min(self.seconds)
 
     @property
     def spread(self) -> float:
-        return (max(self.seconds) - min(self.seconds)) / self.typical if self.typical > 0 else 0.0
+        return median(self.seconds) / self.best - 1 if self.best > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +46,9 @@ class Line:
         return tokens * self.token_seconds / whole if whole > 0 else 0.0
 
 
-def points(samples: Sequence[tuple[float, float]]) -> list[Point]:
-    """(tokens, seconds) pairs gathered by length; lengths within 2 % are one."""
-    gathered: list[list[tuple[float, float]]] = []
-    for pair in sorted(samples):
-        if gathered and pair[0] <= 1.02 * gathered[-1][0][0] + 1:
-            gathered[-1].append(pair)
-        else:
-            gathered.append([pair])
-    return [Point(median(x for x, _ in group), tuple(y for _, y in group)) for group in gathered]
-
-
 def fit(measured: Sequence[Point]) -> Line:
-    """The line through the medians; at least two lengths."""
-    xs, ys = [one.tokens for one in measured], [one.typical for one in measured]
+    """The line through the best of each length; at least two lengths."""
+    xs, ys = [one.tokens for one in measured], [one.best for one in measured]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread

@@ -30,7 +30,7 @@ class Prompts:
     def fresh(self, tokens: int) -> str:
         """About `tokens` tokens of text that begins as nothing before it did."""
         number = self._random.randrange(10**8)  # the very first block differs, also in blocks of few tokens
-        count = max(1, round(tokens / self.tokens_per_word) - 4)
+        count = max(1, round(tokens / self.tokens_per_word) - 1)
         return f"{number} " + " ".join(self._random.choices(_WORDS, k=count))
 
     def calibrate(self, prompt: str, tokens: int) -> None:

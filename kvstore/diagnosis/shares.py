@@ -1,8 +1,8 @@
 """Where the time of a request goes when several are under way: waiting in a queue, prompts, decode steps. Pure.
 
-What one request alone needs is known. With n at once every first token may have to wait for n prompts, whoever is
-first; what is longer than that was spent behind other requests' answers: a queue. Between tokens, what is longer than
-a step in which nobody's prompt is computed is prompts again.
+What one prompt alone needs is known. With several at once the first token of the k-th may have to wait for k prompts,
+or for as many as are computed side by side; what is longer than that was spent behind other requests' answers: a queue.
+Between tokens, what is longer than a step in which nobody's prompt is computed is prompts again.
 """
 
 from __future__ import annotations
@@ -37,32 +37,29 @@ class Shares:
 
 def shares(burst: Sequence[Sample], alone_ttft_seconds: float, alone_itl_seconds: float) -> Shares:
     """Of requests that were asked together (one alone is a burst too)."""
-    count = len(burst)
+    side_by_side = most_at_once(burst)
     step = steady_step_seconds(burst) or alone_itl_seconds
     queues, prompts, decodes = [], [], []
-    for one in burst:
+    for place, one in enumerate(sorted(burst, key=lambda sample: sample.chunk_seconds[0]), start=1):
         decoding = one.total_seconds - one.ttft_seconds
-        queue = max(0.0, one.ttft_seconds - count * alone_ttft_seconds) if count > 1 else 0.0
+        queue = max(0.0, one.ttft_seconds - max(place, side_by_side) * alone_ttft_seconds) if len(burst) > 1 else 0.0
         decode = min(decoding, step * max(0, one.tokens - 1))
         queues.append(queue)
         decodes.append(decode)
         prompts.append(one.ttft_seconds - queue + decoding - decode)
-    return Shares(count, mean(queues), mean(prompts), mean(decodes), step)
+    return Shares(len(burst), mean(queues), mean(prompts), mean(decodes), step)
 
 
 def steady_step_seconds(burst: Sequence[Sample]) -> float | None:
     """Time between tokens while nobody's prompt was computed: after the last first token. None where too few came."""
     last_first = max(one.chunk_seconds[0] for one in burst)
     gaps = [
-        later - earlier
+        gap
         for one in burst
-        for earlier, later in zip(one.chunk_seconds, one.chunk_seconds[1:], strict=False)
+        for earlier, gap in zip(one.chunk_seconds, one.gaps_seconds, strict=False)
         if earlier >= last_first
     ]
-    if len(gaps) < _STEADY_GAPS:
-        return None
-    pieces = sum(len(one.chunk_seconds) for one in burst)
-    return median(gaps) * pieces / max(pieces, sum(one.tokens for one in burst))
+    return median(gaps) if len(gaps) >= _STEADY_GAPS else None
 
 
 def most_at_once(burst: Sequence[Sample]) -> int:

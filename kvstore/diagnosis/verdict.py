@@ -7,10 +7,11 @@ threshold is a share of time, and wide enough that a different verdict needs a d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from kvstore.diagnosis.endpoint import Sample
-from kvstore.diagnosis.fits import Line, Point, fit, points
+from kvstore.diagnosis.fits import Line, Point, fit
 from kvstore.diagnosis.measurements import Measurements
 from kvstore.diagnosis.shares import Shares, most_at_once, shares
 
@@ -93,7 +94,7 @@ class Diagnosis:
             }  # fmt: skip
 
         def table(measured: tuple[Point, ...]) -> list[dict[str, float]]:
-            return [{"tokens": one.tokens, "seconds": one.typical, "spread": one.spread} for one in measured]
+            return [{"tokens": one.tokens, "seconds": one.best, "spread": one.spread} for one in measured]
 
         return {
             "ttft": {"points": table(self.ttft_points), "fit": line(self.ttft)},
@@ -124,15 +125,18 @@ class Diagnosis:
 def diagnose(found: Measurements) -> Diagnosis:
     """What the measurements say."""
     sound = [(tokens, one) for tokens, one in found.alone if one.error is None and one.chunk_seconds]
-    ttft = tuple(points([(_length(tokens, one), one.ttft_seconds) for tokens, one in sound]))
-    itl = tuple(points([(_length(tokens, one), gap) for tokens, one in sound if (gap := one.itl_seconds) is not None]))
+    ttft = _points([(tokens, one, one.ttft_seconds) for tokens, one in sound])
+    itl = _points([(tokens, one, gap) for tokens, one in sound if (gap := one.itl_seconds) is not None])
     refusal = _unusable(found, sound, ttft, itl)
     if refusal is not None:
         verdict = Verdict(None, None, refusal, (), (), refused=refusal)
         return Diagnosis(ttft, itl, _fit(ttft), _fit(itl), None, (), {}, verdict)
     longest = [one for tokens, one in sound if tokens == found.longest]
-    bursts = [[_typical(longest)], *(found.bursts[count] for count in sorted(found.bursts))]
-    by_count = tuple(shares(burst, ttft[-1].typical, itl[-1].typical) for burst in bursts)
+    bursts = [
+        [min(longest, key=lambda one: one.total_seconds)],
+        *(found.bursts[count] for count in sorted(found.bursts)),
+    ]
+    by_count = tuple(shares(burst, ttft[-1].best, itl[-1].best) for burst in bursts)
     at_once = {len(burst): most_at_once(burst) for burst in bursts}
     diagnosis = Diagnosis(
         ttft, itl, _fit(ttft), _fit(itl), _repeated(found, ttft), by_count, at_once, Verdict(None, None, "", (), ())
@@ -142,12 +146,13 @@ def diagnose(found: Measurements) -> Diagnosis:
     )
 
 
-def _length(asked: int, one: Sample) -> float:
-    return float(one.prompt_tokens or asked)
-
-
-def _typical(samples: list[Sample]) -> Sample:
-    return sorted(samples, key=lambda one: one.total_seconds)[len(samples) // 2]
+def _points(found: list[tuple[int, Sample, float]]) -> tuple[Point, ...]:
+    """One point a length that was asked for."""
+    measured = []
+    for length in sorted({tokens for tokens, _, _ in found}):
+        here = [(one.prompt_tokens or tokens, seconds) for tokens, one, seconds in found if tokens == length]
+        measured.append(Point(median(count for count, _ in here), tuple(seconds for _, seconds in here)))
+    return tuple(measured)
 
 
 def _fit(measured: tuple[Point, ...]) -> Line | None:
@@ -157,7 +162,7 @@ def _fit(measured: tuple[Point, ...]) -> Line | None:
 def _repeated(found: Measurements, ttft: tuple[Point, ...]) -> float | None:
     """Time to first token of the longest prompt asked again, as a share of the first time's; the best of the tries."""
     again = [one.ttft_seconds for one in found.repeated if one.error is None]
-    return min(again) / ttft[-1].typical if again else None
+    return min(again) / ttft[-1].best if again else None
 
 
 def _unusable(
