@@ -17,12 +17,12 @@ from typing import Annotated, Any
 import typer
 
 from allocator.errors import ConfigError
-from kvstore.cli import json_target
+from kvstore.cli import doctor_speed, json_target
+from kvstore.cli.doctor_speed import CHECKS_GROUP
 from kvstore.cli.machine import HugePages, huge_pages, threads
 from kvstore.diagnosis.measurements import Probes
 from quant.dispatch import Speed
 
-CHECKS_GROUP = "kvstore.doctor"
 Report = dict[str, Any]
 
 
@@ -33,14 +33,21 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
     tiers: Annotated[bool, typer.Option("--tiers", help="Store and read blocks in every configured tier.")] = False,
     config: Annotated[Path | None, typer.Option(help="With --tiers: settings (TOML); KVSTORE_* go over it.")] = None,
     url: Annotated[str | None, typer.Option(help="Why this OpenAI-compatible endpoint is slow.")] = None,
-    model: Annotated[str | None, typer.Option(help="With --url: of the models there; the first if not given.")] = None,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="The same of our own decode loop (the server is started).")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --url: of the models there, the first if not given. With --loop: a folder.")
+    ] = None,
     token_file: Annotated[Path | None, typer.Option(help="With --url: file with a bearer token.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="With --url: prompt lengths to ask.")] = "128,512,2048",
-    answer_tokens: Annotated[int, typer.Option(help="With --url: length of the answers.")] = 64,
-    concurrency: Annotated[str, typer.Option(help="With --url: how many at once, beside one.")] = "4",
-    rounds: Annotated[int, typer.Option(help="With --url: how often each length is asked.")] = 3,
-    seconds: Annotated[float, typer.Option(help="With --url: begin nothing after that long.")] = 300.0,
-    seed: Annotated[int | None, typer.Option(help="With --url: of the prompts. Drawn when not given.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="With --url or --loop: prompt lengths to ask.")] = "128,512,2048",
+    answer_tokens: Annotated[int, typer.Option(help="With --url or --loop: length of the answers.")] = 64,
+    concurrency: Annotated[str, typer.Option(help="With --url or --loop: how many at once, beside one.")] = "4",
+    rounds: Annotated[int, typer.Option(help="With --url or --loop: how often each length is asked.")] = 3,
+    seconds: Annotated[float, typer.Option(help="With --url or --loop: begin nothing after that long.")] = 300.0,
+    seed: Annotated[
+        int | None, typer.Option(help="With --url or --loop: of the prompts. Drawn when not given.")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the report; - is standard output.")
     ] = None,
@@ -55,9 +62,9 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
     report: Report = {}
     printers: list[Callable[[], None]] = []
     wrong = False
-    if url is not None:
-        from kvstore.cli import doctor_speed
-
+    if url is not None or loop:
+        if url is not None and loop:
+            raise typer.BadParameter("got --url and --loop; expected one of them")
         try:
             probes = Probes(
                 doctor_speed.counts("--prompt-tokens", prompt_tokens),
@@ -66,8 +73,8 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
                 rounds,
                 seconds,
             )
-            endpoint = doctor_speed.endpoint_of(url, model, _token(token_file), seconds)
-            report["speed"], diagnosis = doctor_speed.speed_report(endpoint, probes, seed)
+            with doctor_speed.endpoint(url, model, _token(token_file), seconds) as asked:
+                report["speed"], diagnosis = doctor_speed.speed_report(asked, probes, seed)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from error
         wrong = diagnosis.verdict.refused is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer
@@ -14,6 +16,7 @@ from kvstore.diagnosis.endpoint import Endpoint
 from kvstore.diagnosis.measurements import Probes, measure
 from kvstore.diagnosis.verdict import Diagnosis, diagnose
 
+CHECKS_GROUP = "kvstore.doctor"
 Report = dict[str, Any]
 
 
@@ -83,9 +86,14 @@ def _say(step: str) -> None:
     typer.echo(f"  {step}", err=True)
 
 
-def endpoint_of(url: str, model: str | None, token: str | None, timeout_seconds: float) -> Endpoint:
-    """BadParameter for a URL that is none."""
-    try:
-        return Endpoint(url, model=model, token=token, timeout_seconds=timeout_seconds)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint="--url") from error
+@contextmanager
+def endpoint(url: str | None, model: str | None, token: str | None, timeout_seconds: float) -> Iterator[Endpoint]:
+    """The endpoint at `url`; without one, our own decode loop over the model in the folder `model`, while it lasts."""
+    if url is not None:
+        yield Endpoint(url, model=model, token=token, timeout_seconds=timeout_seconds)
+        return
+    found = [one for one in entry_points(group=CHECKS_GROUP) if one.name == "loop"]
+    if not found:
+        raise ConfigError("loop: no package above offers one (is kvstore-llm installed?)")
+    with found[0].load()([] if model is None else ["--model", model]) as own_url:
+        yield Endpoint(own_url, timeout_seconds=timeout_seconds)

@@ -211,10 +211,11 @@ def _judge(found: Diagnosis) -> Verdict:
         return Verdict(None, None, f"no single bottleneck: {said}", (said,), ())
     cause, evidence, refused = {"queue": _queue, "prompt": _prompt, "decode": _decode}[name](found)
     if cause is None:
-        return Verdict(name, None, f"most of the time is {name}: {said}; why cannot be told: {refused}", (said,
-                       *evidence), (), refused=refused)  # fmt: skip
-    because = f"{name} takes {here.of(name):.0%} of the time, and the cause is {cause}"
-    return Verdict(name, cause.partition(",")[0], because, (said, *evidence), REMEDIES[cause])
+        because = f"most of the time is {name}, but why cannot be told: {refused}"
+        return Verdict(name, None, because, (said, *evidence), (), refused=refused)
+    kind, _, detail = cause.partition(", ")
+    because = f"{name} takes {here.of(name):.0%} of the time, and the cause is {kind}{f' ({detail})' if detail else ''}"
+    return Verdict(name, kind, because, (said, *evidence), REMEDIES[cause])
 
 
 _Cause = tuple[str | None, tuple[str, ...], str | None]
