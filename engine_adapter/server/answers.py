@@ -7,7 +7,7 @@ A client that goes away, or a handler that is cancelled, aborts its request. Run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ class Answer:
         self.engine.submit(self.wanted.request, queue)
         return queue
 
-    async def pieces(self, queue: EventQueue, gone: Awaitable[object]) -> AsyncIterator[Piece]:
+    async def pieces(self, queue: EventQueue, gone: Awaitable[object]) -> AsyncGenerator[Piece]:
         """A piece for every token, however short. `gone` ends when the client has left: then ClientGone."""
         request = self.wanted.request
         texts = [TextPieces(self.tokenizer, self.wanted.stops) for _ in range(request.n)]
@@ -143,10 +143,10 @@ _FINISH = {
 }
 
 
-async def _next_event(queue: EventQueue, leaving: asyncio.Future[object]) -> Any:
-    waiting = asyncio.ensure_future(queue.events.get())
+async def _next_event(queue: EventQueue, leaving: asyncio.Future[Any]) -> Any:
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(queue.events.get())
     try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([waiting, leaving], return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             return waiting.result()
         raise ClientGone

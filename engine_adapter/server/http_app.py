@@ -198,7 +198,7 @@ async def _stream(answer: Answer, queue: EventQueue, form: _Form, request: Reque
     except ClientGone:
         return
     finally:
-        await pieces.aclose()  # type: ignore[attr-defined] - a generator, so that a cancelled stream aborts at once
+        await pieces.aclose()  # so that a cancelled stream aborts at once
 
 
 async def _whole(answer: Answer, queue: EventQueue, form: _Form, request: Request) -> Response:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 
-import starlette  # noqa: F401 - told apart from a missing uvicorn where the server starts
 import uvicorn
-from uvicorn._types import ASGIApplication
+from starlette.applications import Starlette
 
 
 class _Announcing(uvicorn.Server):
@@ -20,7 +19,7 @@ class _Announcing(uvicorn.Server):
                 print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
-def serve(app: ASGIApplication, host: str, port: int) -> None:
+def serve(app: Starlette, host: str, port: int) -> None:
     """Until a signal. Open answers get a few seconds to end."""
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"

@@ -45,9 +45,7 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
     concurrency: Annotated[str, typer.Option(help="With --url or --loop: how many at once, beside one.")] = "4",
     rounds: Annotated[int, typer.Option(help="With --url or --loop: how often each length is asked.")] = 3,
     seconds: Annotated[float, typer.Option(help="With --url or --loop: begin nothing after that long.")] = 300.0,
-    seed: Annotated[
-        int | None, typer.Option(help="With --url or --loop: of the prompts. Drawn when not given.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --url or --loop: of the prompts; else drawn.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the report; - is standard output.")
     ] = None,

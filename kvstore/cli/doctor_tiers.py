@@ -90,7 +90,7 @@ def _open(name: str, config: KVStoreConfig) -> Tier:
     from allocator import ExtentLayout
     from kvstore.assembly import own_tiers
 
-    only = {
+    only: dict[str, Any] = {
         "host": {"disk_path": "", "redis_url": ""},
         "disk": {"host_bytes": 0, "redis_url": ""},
         "remote": {"host_bytes": 0, "disk_path": ""},
@@ -98,8 +98,8 @@ def _open(name: str, config: KVStoreConfig) -> Tier:
     geometry = _geometry()
     slot_bytes = geometry.full_slot_bytes(0)
     layout = ExtentLayout(4 * slot_bytes, (slot_bytes,))
-    settings: Any = {**only, "io_threads": "thread", "host_prefault": False}
-    (tier,) = own_tiers(geometry, replace(config, **settings), layout, lambda _cause: None)
+    settings = replace(config, **only, io_threads="thread", host_prefault=False)
+    (tier,) = own_tiers(geometry, settings, layout, lambda _cause: None)
     return tier
 
 

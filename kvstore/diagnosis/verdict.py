@@ -19,7 +19,7 @@ BOTTLENECK_SHARE = 0.5
 _GROWS = 0.6  # share of the longest prompt's time that must grow with its length to call it compute
 _FIXED = 0.3
 _KV_GROWS = 0.35  # share of a step's time that must grow with the context to call it KV
-_SPREAD = 0.6
+_SPREAD = 0.4  # of a whole request's time: how much later than the best the median first token may come
 _FIT_QUALITY = 0.8
 _FAILED = 0.2
 _UNSEEN_CACHED = 0.1
@@ -174,12 +174,10 @@ def _unusable(
         return f"{len(failed)} of {len(found.samples)} requests failed; the last: {failed[-1] if failed else 'none'}"
     if any(one.error for burst in found.bursts.values() for one in burst):
         return f"requests asked at once failed: {failed[-1]}"
+    if found.cut_short:
+        return f"the limit of {found.probes.seconds_limit:g} s ended the measurement; give --seconds, or less to do"
     if found.longest not in {tokens for tokens, _ in sound}:
         return "no request with the longest prompt was answered"
-    if found.cut_short:
-        return (
-            f"the time limit of {found.probes.seconds_limit:g} s ended the measurement; give --seconds, or less to do"
-        )
     if min(one.tokens for _, one in sound) < min(_TOKENS, found.probes.answer_tokens) or not itl:
         return (
             f"answers ended after {min(one.tokens for _, one in sound)} tokens; too few to time the steps between them"
@@ -189,14 +187,21 @@ def _unusable(
     cached = [one.cached_tokens / one.prompt_tokens for _, one in sound if one.cached_tokens and one.prompt_tokens]
     if cached and max(cached) > _UNSEEN_CACHED:
         return f"prompts that were new here were {max(cached):.0%} in the server's cache: another --seed, please"
-    loose = [one for one in ttft if one.spread > _SPREAD]
-    if len(loose) * 2 > len(ttft):
-        worst = max(loose, key=lambda one: one.spread)
-        return (
-            f"equal prompts took unequal times ({worst.spread:.0%} apart at {worst.tokens:.0f} tokens): the machine is "
-            "busy with something else"
-        )
-    return None
+    return _restless(sound, ttft)
+
+
+def _restless(sound: list[tuple[int, Sample]], ttft: tuple[Point, ...]) -> str | None:
+    """Why equal requests were too unequal: what disturbs adds much to what most lengths take."""
+    lengths = sorted({tokens for tokens, _ in sound})
+    wholes = [min(one.total_seconds for tokens, one in sound if tokens == length) for length in lengths]
+    loose = [one for one, whole in zip(ttft, wholes, strict=True) if one.best * one.spread > _SPREAD * whole]
+    if len(loose) * 2 <= len(ttft):
+        return None
+    worst = max(loose, key=lambda one: one.spread)
+    return (
+        f"equal prompts took unequal times (the median {worst.spread:.0%} above the best at {worst.tokens:.0f} tokens): "
+        "the machine is busy with something else; more --rounds may help"
+    )
 
 
 def _judge(found: Diagnosis) -> Verdict:

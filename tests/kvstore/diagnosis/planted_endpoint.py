@@ -15,7 +15,8 @@ from typing import Any
 @dataclass
 class Plant:
     """Seconds: a first token takes `first + prompt * prefill_token` (one prompt after the other), a step takes
-    `step + context * context_token + others * step_request`. slots: requests at once. caches: a known prompt is free."""
+    `step + context * context_token + others * step_request`. slots: requests at once. caches: a known prompt is free.
+    """
 
     first: float = 0.002
     prefill_token: float = 0.0

@@ -35,10 +35,10 @@ def named(make: Callable[[], Plant], probes: Probes = PROBES) -> Diagnosis:
 CAUSES: list[tuple[str, Plant, str, str]] = [
     ("long prompts are computed", Plant(prefill_token=0.5e-3, step=0.003), "prompt", "compute"),
     ("and never reused", Plant(prefill_token=0.5e-3, step=0.003, caches=False), "prompt", "cache misses"),
-    ("a slow network or proxy", Plant(first=0.2), "prompt", "overhead"),
+    ("a slow network or proxy", Plant(first=0.1), "prompt", "overhead"),
     ("KV is read", Plant(step=0.004, context_token=40e-6), "decode", "bandwidth"),
-    ("weights are read", Plant(step=0.03), "decode", "bandwidth"),
-    ("every request costs a step", Plant(step=0.015, step_request=0.015), "decode", "compute"),
+    ("weights are read", Plant(step=0.012), "decode", "bandwidth"),
+    ("every request costs a step", Plant(step=0.01, step_request=0.01), "decode", "compute"),
     ("one at a time", Plant(step=0.01, slots=1), "queue", "queueing"),
 ]
 
@@ -78,7 +78,10 @@ REFUSED: list[tuple[str, Plant, Probes, str]] = [
 
 @pytest.mark.parametrize(("plant", "probes", "reason"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
 def test_data_that_carry_no_verdict_get_none(plant: Plant, probes: Probes, reason: str) -> None:
-    verdict = examined(plant, probes).verdict
+    for seed in range(4):  # a busy machine is a reason of its own
+        verdict = examined(replace(plant, seen=set()), probes, seed).verdict
+        if "busy" not in (verdict.refused or ""):
+            break
     assert verdict.cause is None
     assert verdict.remedies == ()
     assert verdict.refused is not None
