@@ -123,7 +123,7 @@ class DecodeLoop:
         self.latency = LatencyRecorder()
         names = self._store.identity
         self._recorder = recorder or TraceRecorder.from_environment(
-            names.root(), runner.geometry.block_tokens, str(names.model)
+            names.root(), runner.geometry.block_tokens, names.model if isinstance(names.model, str) else ""
         )
 
     @property

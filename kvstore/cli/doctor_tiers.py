@@ -90,15 +90,15 @@ def _open(name: str, config: KVStoreConfig) -> Tier:
     from allocator import ExtentLayout
     from kvstore.assembly import own_tiers
 
-    only: dict[str, Any] = {
+    others: dict[str, dict[str, Any]] = {
         "host": {"disk_path": "", "redis_url": ""},
         "disk": {"host_bytes": 0, "redis_url": ""},
         "remote": {"host_bytes": 0, "disk_path": ""},
-    }[name]
+    }
     geometry = _geometry()
     slot_bytes = geometry.full_slot_bytes(0)
     layout = ExtentLayout(4 * slot_bytes, (slot_bytes,))
-    settings = replace(config, **only, io_threads="thread", host_prefault=False)
+    settings = replace(config, **others[name], io_threads="thread", host_prefault=False)
     (tier,) = own_tiers(geometry, settings, layout, lambda _cause: None)
     return tier
 

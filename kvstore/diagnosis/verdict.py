@@ -199,8 +199,8 @@ def _restless(sound: list[tuple[int, Sample]], ttft: tuple[Point, ...]) -> str |
         return None
     worst = max(loose, key=lambda one: one.spread)
     return (
-        f"equal prompts took unequal times (the median {worst.spread:.0%} above the best at {worst.tokens:.0f} tokens): "
-        "the machine is busy with something else; more --rounds may help"
+        f"equal prompts took unequal times (the median {worst.spread:.0%} above the best at {worst.tokens:.0f} "
+        "tokens): the machine is busy with something else; more --rounds may help"
     )
 
 
