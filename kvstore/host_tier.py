@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from allocator.errors import ConfigError, IntegrityError
@@ -21,7 +22,7 @@ from kvstore.executor import Executor
 from kvstore.host_arena import HostArena
 from kvstore.host_index import HostEntry, HostIndex
 from kvstore.queued_tier import QueuedTier
-from kvstore.tier import Job, ResultCode
+from kvstore.tier import Fading, Job, Loan, ResultCode
 from quant.native import pages
 
 
@@ -33,6 +34,9 @@ class HostTier(QueuedTier):
     slot_bytes      sizes to expect (full and INT4 block bytes of each group), so that extents fit them well
     prefault        touch the arena's pages in the background, so that first writes do not pay for it
     """
+
+    private_memory = True
+    put_batch_copies = 1
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class HostTier(QueuedTier):
                 entry = self._index.find(key)
                 if entry is not None:
                     self._index.touch(entry)
+                    entry.use_count += 1
 
     def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
         with self._lock:
@@ -100,6 +105,26 @@ class HostTier(QueuedTier):
     def unpin(self, keys: Sequence[CopyKey]) -> None:
         with self._lock:
             self._index.unpin(keys, self.name)
+
+    def lend(self, keys: Sequence[CopyKey]) -> list[Loan | None]:
+        loans: list[Loan | None] = []
+        with self._lock:
+            for key in keys:
+                entry = self._index.find(key)
+                if entry is None:
+                    loans.append(None)
+                    continue
+                entry.reader_count += 1
+                row = self._arena.memory[entry.offset : entry.offset + entry.size_bytes]
+                loans.append(Loan(row, partial(self._release, (entry,))))
+        return loans
+
+    def fading(self, count: int) -> list[Fading]:
+        with self._lock:
+            return [
+                Fading(entry.key, entry.parent, entry.size_bytes, entry.use_count > 0)
+                for entry in self._index.fading(count)
+            ]
 
     @property
     def used_bytes(self) -> int:
@@ -182,6 +207,7 @@ class HostTier(QueuedTier):
             for entry in entries:
                 if entry is not None:
                     entry.reader_count += 1
+                    entry.use_count += 1
                     self._index.touch(entry)
             return entries
 

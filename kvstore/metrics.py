@@ -45,6 +45,7 @@ _SERIES = {
     "promoted_blocks": _Series("counter", "Copies read up and kept without a waiting sequence", ("tier",)),
     "demoted_blocks": _Series("counter", "Copies spilled and dropped above", ("tier",)),
     "evicted_blocks": _Series("counter", "Copies dropped to make room", ("tier", "cause")),
+    "offered_blocks": _Series("counter", "Copies offered to a tier, by what became of it", ("tier", "outcome")),
     "dropped_blocks": _Series("counter", "Copies not written: queue full, tier full or failing", ("tier", "cause")),
     "copied_blocks": _Series("counter", "Blocks copied on write"),
     # transfers
@@ -57,6 +58,7 @@ _SERIES = {
     "tier_capacity_bytes": _Series("gauge", "Byte budget", ("tier",)),
     "class_bytes": _Series("gauge", "Device bytes of live blocks by class", ("class",)),
     "queue_depth": _Series("gauge", "Blocks waiting or under way", ("queue",)),
+    "staged_bytes": _Series("gauge", "Bytes in buffers on their way to slower tiers"),
     "resident_tokens": _Series("gauge", "Tokens whose KV is on the device"),
     "waste_fraction": _Series("gauge", "Extent remainders and unfilled token slots over bytes of extents in use"),
     "sequences": _Series("gauge", "Live sequences"),
@@ -172,6 +174,10 @@ class StoreMetrics(Collector):
 
     def dropped(self, cause: str, blocks: int = 1, *, tier: str = "any") -> None:
         self.add("dropped_blocks", blocks, tier=tier, cause=cause)
+
+    def offered(self, outcome: str, blocks: int = 1, *, tier: str) -> None:
+        """outcome: admitted, refused (by the tier's policy), coalesced (stored or queued already)."""
+        self.add("offered_blocks", blocks, tier=tier, outcome=outcome)
 
     def computed(self, tokens: int) -> None:
         self.add("computed_tokens", tokens)

@@ -302,7 +302,7 @@ class KVStore:
         with self._lock:
             sequence = self._running(sequence_id)
             sequence.prefill_done = True
-            self._upkeep.enqueue_cool(sequence)
+            self._upkeep.prefill_done(sequence)
 
     # -- what the forward pass reads ----------------------------------------------------------------------------
 
@@ -342,6 +342,7 @@ class KVStore:
     def finish(self, sequence_id: str) -> None:
         """End a sequence; what it sealed stays as hits until evicted."""
         with self._lock:
+            self._upkeep.offer_sequence(self._sequence(sequence_id))
             self._release(self._sequence(sequence_id))
             self.metrics.forget_request(sequence_id)
 
@@ -354,11 +355,7 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
-        self._growth.drop_tails(sequence)
-        for table in sequence.tables:
-            if sequence.exact:
-                self.pool.drop_exact(table.ids())
-            table.release()
+        self._growth.release(sequence)
 
     # -- upkeep -------------------------------------------------------------------------------------------------
 
@@ -376,7 +373,7 @@ class KVStore:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
-            if self._closed or not self._upkeep.mover.in_flight_blocks:
+            if self._closed or not self._upkeep.mover.is_moving:
                 return False
         return self._arrived.wait(timeout_seconds)
 
@@ -407,7 +404,7 @@ class KVStore:
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""
         with self._lock:
-            check_store(self.pool, self._sequences)
+            check_store(self.pool, self._sequences, self._upkeep.writes)
 
     def close(self) -> None:
         """Stop movement, close the tiers that this store made or was given. Closing twice is harmless."""

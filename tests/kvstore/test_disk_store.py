@@ -24,7 +24,13 @@ PROMPT = list(range(8 * B + 1))
 
 
 def stored_once(make_store: Callable[..., KVStore], directory: Path, **settings: object) -> None:
-    store = make_store(blocks=24, disk_path=str(directory), disk_bytes="8 MiB", share=True, **settings)
+    settings = {
+        "disk_path": str(directory),
+        "disk_bytes": "8 MiB",
+        "share": True,
+        "spill_policy": "everything",
+    } | settings
+    store = make_store(blocks=24, **settings)
     run_prompt(store, "first", PROMPT)
     store.finish("first")
     for _ in range(20):
