@@ -161,8 +161,8 @@ def test_a_broken_loop_is_told_to_everybody(caplog: pytest.LogCaptureFixture) ->
     assert isinstance(ear.heard[-1], TypeError)
     with pytest.raises(KVError, match="does not run: TypeError"):
         engine.submit(Request("two", [1], 1), Ear())
+    engine.close()  # waits for the thread, which says it last
     assert "decode loop has failed" in caplog.text
-    engine.close()
 
 
 def test_closing_ends_what_is_open_and_frees_its_blocks() -> None:
