@@ -43,15 +43,15 @@ def test_shared_blocks_are_counted_once() -> None:
     assert capacity.requests_that_fit(10 * GIB, 800) > 4 * capacity.requests_that_fit(10 * GIB)
 
 
-@pytest.mark.parametrize("size", range(7, 22, 2))
+@pytest.mark.parametrize("tenths", range(70, 90, 1))
 @pytest.mark.parametrize("codec", ["raw", "int4"])
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma-3-270m", "deepseek-v2-lite"])
-def test_as_many_requests_fit_as_the_pool_has_room_for(model: str, codec: str, size: int) -> None:
+def test_as_many_requests_fit_as_the_pool_has_room_for(model: str, codec: str, tenths: int) -> None:
     """The real pool is asked for the blocks of that many requests and gives them; of one more it does not."""
     capacity = planned(model, codec, context_tokens=600)
-    kv_bytes = size * capacity.request_bytes
+    kv_bytes = tenths * capacity.request_bytes // 10
     count = capacity.requests_that_fit(kv_bytes)
-    assert count >= size // 2
+    assert count >= 5
     pool = BlockPool(ExtentLayout(kv_bytes, capacity._full_bytes, capacity._cold_bytes))
 
     def place_one() -> None:
