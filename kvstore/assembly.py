@@ -157,8 +157,9 @@ def own_tiers(
             from kvstore.frame_specs import geometry_specs
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
-            specs = geometry_specs(geometry)
-            tiers.append(DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs))
+            specs, secret = geometry_specs(geometry), config.secret.encode() or None
+            disk = (config.disk_path, config.disk_bytes, executor)
+            tiers.append(DiskTier(*disk, sync=config.disk_sync, specs=specs, secret=secret))
         if config.redis_url:
             tiers.append(_remote_tier(geometry, config, on_failed))
     except BaseException:

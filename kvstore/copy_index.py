@@ -264,7 +264,10 @@ class CopyIndex(ABC, Generic[Entry]):
         return None
 
     def fading(self, count: int) -> list[Entry]:
-        """The next `count` copies of each slot size to go, without those that were named here since their last use."""
+        """Copies that go next and what they hang on, front first, each named once since its last use; at most `count`.
+
+        A prefix goes leaf by leaf, within one put if need be, and without its front no leaf is worth keeping.
+        """
         found: list[Entry] = []
         for slot_bytes, heap in self._candidates.items():
             looked_at: list[tuple[int, int, Entry]] = []
@@ -272,11 +275,21 @@ class CopyIndex(ABC, Generic[Entry]):
                 looked_at.append(heapq.heappop(heap))
             for item in looked_at:
                 heapq.heappush(heap, item)
-                entry = item[2]
-                if entry.named_tick != entry.tick:
+            for _, _, leaf in looked_at:
+                for entry in self._unnamed_up_to(leaf)[: count - len(found)]:
                     entry.named_tick = entry.tick
                     found.append(entry)
         return found
+
+    def _unnamed_up_to(self, leaf: Entry) -> list[Entry]:
+        """The leaf's prefix, front first, from behind the last copy that was named since its last use."""
+        chain: list[Entry] = []
+        entry: Entry | None = leaf
+        while entry is not None and entry.named_tick != entry.tick:
+            chain.append(entry)
+            parent = entry.block.parent if entry.block is not None else None
+            entry = parent.copies[0] if parent is not None and parent.copies else None
+        return chain[::-1]
 
     def _evict(self, entry: Entry) -> None:
         self.counts["evicted"] += 1

@@ -103,6 +103,11 @@ def build_joined_header(
     return _header(spec, [spec.key.layers], rows, [checksum], secret, [total])
 
 
+def blank_header(spec: FrameSpec) -> bytes:
+    """The header of an unsigned frame of one segment, with zeros where the payload's checksum goes."""
+    return _header(spec, [spec.key.layers], [], [bytes(CHECK_BYTES)], None, [spec.payload_bytes])
+
+
 def joined_checksum(pieces: Sequence[Buffer]) -> bytes:
     """XXH3-128 of the pieces in order, for build_joined_header."""
     state = Checksum()

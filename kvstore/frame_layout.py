@@ -22,6 +22,7 @@ SECRET_BYTES = (16, 64)  # shortest and longest
 EXACT_FLAG, KEYED_FLAG = 1, 2
 FIXED = struct.Struct("<8sHHI32s16s16s16sHHIHHHHIIQQIHH")
 SEGMENT = struct.Struct("<QQHHI16s")
+HASH_AT, SEGMENT_SUM_AT = 16, 24  # in the fixed fields, in a segment
 MAC_BYTES, CHECK_BYTES = 32, 16
 MOST_SEGMENTS = 4096
 NAME_BYTES = 16

@@ -87,6 +87,12 @@ class StoreMetrics(Collector):
             with self._lock:
                 self._values[key] = self._values.get(key, 0) + amount
 
+    def raise_to(self, name: str, total: float, **labels: str) -> None:
+        """A counter that somebody else keeps: what it says now, never less than before."""
+        key = self._key("counter", name, labels)
+        with self._lock:
+            self._values[key] = max(total, self._values.get(key, 0))
+
     def counter(self, name: str, **labels: str) -> Callable[[int], None]:
         """`add` of one series whose name and labels are checked now, once, for a caller in a hurry."""
         key = self._key("counter", name, labels)

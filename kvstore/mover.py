@@ -108,9 +108,7 @@ class Mover:
         return {
             "cool": len(self._cool_queue),
             "cooling": self._cooling,
-            "spilling": self._writes.under_way_blocks,
             "fetching": sum(len(job.copies) for job in self._fetches.values()),
-            **self._writes.depths(),
         }
 
     # -- cool ---------------------------------------------------------------------------------------------------

@@ -52,6 +52,10 @@ class SpillQueue:
     def __contains__(self, key: CopyKey) -> bool:
         return key in self._keys
 
+    @property
+    def room_blocks(self) -> int:
+        return self.limits.blocks - len(self._keys)
+
     def add(self, copies: Sequence[Waiting], *, urgent: bool) -> tuple[int, int]:
         """Queue copies, none of which is queued: (how many were taken, how many were dropped to make room or refused).
 

@@ -229,8 +229,11 @@ class Tier(ABC):
         """
         return [None] * len(keys)
 
-    def fading(self, count: int) -> list[Fading]:
-        """Copies that would be evicted next, each named once since its last use; none where this tier does not know."""
+    def fading(self, count: int | None) -> list[Fading]:
+        """Copies that would be evicted next, each named once since its last use; None: all there are, warmest first.
+
+        None at all where this tier does not know.
+        """
         return []
 
     @abstractmethod

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore.mover import Mover
     from kvstore.residency import Residency
     from kvstore.sequence import PendingCopy, Sequence
-    from kvstore.tier import Tier
+    from kvstore.tier import Fading, Tier
     from kvstore.write_behind import WriteBehind
 
 _FADING_SHARE = 0.75  # of own memory in use, from where on what goes next is offered below
@@ -211,12 +211,14 @@ class Upkeep:
     def _offer_to(self, tier: Tier, copies: Items[Waiting], cause: Cause, *, urgent: bool) -> Items[Waiting]:
         if not copies:
             return copies
-        tokens = self.geometry.block_tokens
-        candidates = [
-            Candidate(copy.key.hash, cause, tokens, copy.size_bytes, self._names[copy.block_id].prefix_tokens)
+        return self.writes.offer(tier, copies, self._candidates(copies, cause), urgent=urgent)
+
+    def _candidates(self, copies: Items[Waiting], cause: Cause) -> list[Candidate]:
+        tokens, names = self.geometry.block_tokens, self._names
+        return [
+            Candidate(copy.key.hash, cause, tokens, copy.size_bytes, names[copy.block_id].prefix_tokens)
             for copy in copies
         ]
-        return self.writes.offer(tier, copies, candidates, urgent=urgent)
 
     # -- step ---------------------------------------------------------------------------------------------------
 
@@ -320,19 +322,39 @@ class Upkeep:
 
     def _offer_fading(self) -> None:
         """What own memory is about to evict goes to the slower tiers below it before, where it is worth it."""
-        tokens = self.geometry.block_tokens
         for place, tier in enumerate(self.tiers):
             below = [one for one in self.tiers[place + 1 :] if not one.private_memory]
-            if not below or not tier.private_memory or tier.used_bytes < _FADING_SHARE * tier.capacity_bytes:
-                continue
-            fading = tier.fading(max(1, 2 * self.config.spill_blocks_per_step))
-            if fading:
-                copies = [Waiting(one.key, one.parent, one.size_bytes) for one in fading]
-                candidates = [
-                    Candidate(one.key.hash, Cause.FADING, tokens, one.size_bytes, is_used=one.is_used) for one in fading
-                ]
-                for one in below:
-                    self.writes.offer(one, copies, candidates)
+            if below and tier.private_memory and tier.used_bytes >= _FADING_SHARE * tier.capacity_bytes:
+                fading = tier.fading(max(1, 2 * self.config.spill_blocks_per_step))
+                self.offer_copies(self._held_copies(fading, Cause.FADING), below)
+
+    def _held_copies(self, held: Items[Fading], cause: Cause) -> list[tuple[Waiting, Candidate]]:
+        """Copies that lie in own memory."""
+        tokens = self.geometry.block_tokens
+        return [
+            (
+                Waiting(one.key, one.parent, one.size_bytes),
+                Candidate(one.key.hash, cause, tokens, one.size_bytes, is_used=one.is_used),
+            )
+            for one in held
+        ]
+
+    def offer_copies(self, offered: Items[tuple[Waiting, Candidate]], tiers: Items[Tier]) -> None:
+        for tier in tiers if offered else ():
+            self.writes.offer(tier, [copy for copy, _ in offered], [candidate for _, candidate in offered])
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def named_copies(self) -> list[tuple[Waiting, Candidate]]:
+        """Everything that would go with the store, warmest first: blocks in use, idle ones, copies in own memory."""
+        pool = self.pool
+        ids = sorted(self._names, key=lambda one: (pool.is_idle(one), -pool.idle_since(one)))
+        copies = self.copies_of(ids)
+        found = list(zip(copies, self._candidates(copies, Cause.CLOSE), strict=True))
+        for tier in self.tiers:
+            if tier.private_memory:
+                found += self._held_copies(tier.fading(None), Cause.CLOSE)
+        return found
 
     def copies_of(self, ids: Items[int]) -> list[Waiting]:
         """The copies of those blocks that can be made now: named, and not about to change form."""

@@ -101,9 +101,19 @@ class WriteBehind:
     def staged_bytes(self) -> int:
         return self._staging.used_bytes
 
+    @property
+    def is_busy(self) -> bool:
+        return any(queue.waiting_blocks or queue.under_way_blocks for queue in self._queues)
+
+    @property
+    def room_blocks(self) -> int:
+        """Blocks that every slower tier's queue has room for."""
+        return min((queue.room_blocks for queue in self._queues if not queue.tier.private_memory), default=0)
+
     def depths(self) -> dict[str, int]:
-        """Blocks that wait, by tier."""
-        return {f"spill_{queue.tier.name}": queue.waiting_blocks for queue in self._queues}
+        """Blocks under way, and those that wait, by tier."""
+        waiting = {f"spill_{queue.tier.name}": queue.waiting_blocks for queue in self._queues}
+        return {"spilling": self.under_way_blocks, **waiting}
 
     # -- offer --------------------------------------------------------------------------------------------------
 
@@ -366,6 +376,13 @@ class WriteBehind:
             if not put.void:
                 put.void = True
                 self._metrics.dropped(cause, len(put.copies), tier=put.queue.tier.name)
+
+    def count_left(self, tier: Tier, offers: Sequence[tuple[Waiting, Candidate]]) -> None:
+        """The time was up before these were even offered to the tier: count those that it would have got."""
+        queue = self._queue(tier)
+        worth = self.admission.admits(tier.name, [candidate for _, candidate in offers])
+        wanted = [copy for (copy, _), good in zip(offers, worth, strict=True) if good and copy.key not in queue]
+        self._metrics.dropped("close", len(self._not_there(queue, wanted)), tier=tier.name)
 
     def check(self) -> None:
         """IntegrityError when queues, transfers and buffers do not add up."""

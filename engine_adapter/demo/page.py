@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from engine_adapter.demo.figures import FIGURES, MEGA, count, megabytes, percent, seconds, small
+from engine_adapter.demo.figures import MEGA, count, figures_for, megabytes, percent, seconds, small
 from engine_adapter.demo.settings import AMPLE, TIGHT, TIGHT_INT4
 from kvstore.charts import Bar, Limit, Part, Series, area_chart, bar_chart, line_chart, plain
 from kvstore.page import html_page
@@ -189,7 +189,7 @@ def _table(report: Report) -> str:
     settings = report["settings"]
     head = "".join(f"<th>{escape(s['name'])}<br><span class='soft'>{escape(s['dtype'])}</span></th>" for s in settings)
     rows = []
-    for figure in FIGURES:
+    for figure in figures_for(setting["prefill_tokens_reused"] for setting in settings):
         cells = "".join(f"<td>{escape(figure.text(_view(s)))}</td>" for s in settings)
         rows.append(f"<tr><th>{escape(figure.name.strip())}</th>{cells}"
                     f'<td class="meaning">{escape(figure.meaning)}</td></tr>')  # fmt: skip

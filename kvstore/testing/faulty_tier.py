@@ -203,7 +203,7 @@ class FaultyTier(Tier):
     def clear(self) -> None:
         self.inner.clear()
 
-    def fading(self, count: int) -> list[Fading]:
+    def fading(self, count: int | None) -> list[Fading]:
         return self.inner.fading(count)
 
     def touch(self, keys: Sequence[CopyKey]) -> None:

@@ -58,6 +58,20 @@ def test_other_weights_find_nothing(make_store: Callable[..., KVStore], tmp_path
     assert store.lookup(PROMPT).tokens == 0
 
 
+def test_the_stores_secret_signs_what_lies_on_disk(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
+    """With the same secret all is found again; without one nothing is used, whatever the index says."""
+    secret = "a secret of tests, 32 bytes long"
+    stored_once(make_store, tmp_path, load_always=True, secret=secret)
+    found = []
+    for given in (secret, ""):
+        settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}
+        store = make_store(blocks=24, secret=given, **settings)
+        found.append(run_prompt(store, "second", PROMPT))
+        check_bytes(store, "second", PROMPT)
+        store.close()
+    assert found == [8 * B, 0]
+
+
 def test_case_008_a_reset_empties_the_directory(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
     stored_once(make_store, tmp_path, load_always=True)
     settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}

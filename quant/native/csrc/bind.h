@@ -13,6 +13,7 @@ extern PyMethodDef kv_attention_methods[];
 extern PyMethodDef kv_page_methods[];
 extern PyMethodDef kv_hash_methods[];
 extern PyMethodDef kv_checksum_methods[];
+extern PyMethodDef kv_summed_methods[];
 extern PyMethodDef kv_thread_methods[];
 
 #endif
