@@ -169,13 +169,13 @@ def _unusable(
     found: Measurements, sound: list[tuple[int, Sample]], ttft: tuple[Point, ...], itl: tuple[Point, ...]
 ) -> str | None:
     """Why no verdict can rest on these samples."""
+    if found.cut_short:
+        return f"the limit of {found.probes.seconds_limit:g} s ended the measurement; give --seconds, or less to do"
     failed = [one.error for one in found.samples if one.error is not None]
     if not sound or len(failed) > _FAILED * len(found.samples):
         return f"{len(failed)} of {len(found.samples)} requests failed; the last: {failed[-1] if failed else 'none'}"
     if any(one.error for burst in found.bursts.values() for one in burst):
         return f"requests asked at once failed: {failed[-1]}"
-    if found.cut_short:
-        return f"the limit of {found.probes.seconds_limit:g} s ended the measurement; give --seconds, or less to do"
     if found.longest not in {tokens for tokens, _ in sound}:
         return "no request with the longest prompt was answered"
     if min(one.tokens for _, one in sound) < min(_TOKENS, found.probes.answer_tokens) or not itl:

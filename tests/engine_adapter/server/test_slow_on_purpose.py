@@ -62,7 +62,7 @@ def test_compute_bound_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_bandwidth_bound_decode_with_long_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = model(tmp_path / "m", num_attention_heads=64, num_key_value_heads=64, head_dim=128)
     with own_loop(words) as url:
-        asked = ("--prompt-tokens", "128,512,1024", "--answer-tokens", "224", "--concurrency", "2")
+        asked = ("--prompt-tokens", "128,512,1024", "--answer-tokens", "320", "--concurrency", "1")
         report = diagnosed(url, capsys, *asked)
     assert (report["verdict"]["bottleneck"], report["verdict"]["cause"]) == ("decode", "bandwidth"), report
     assert "(KV)" in report["verdict"]["because"], report
