@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -38,6 +39,13 @@ class RedisServer:
                 self.close()
                 raise RuntimeError(f"{binary} did not start")
             time.sleep(0.02)
+
+    def stop(self) -> None:
+        """From now on it answers nothing, and refuses nothing either."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End the process and remove its folder."""

@@ -11,6 +11,8 @@ engine that owns its memory or of one that uses ours, keeps these promises:
 3. **min(computed, allocated, hashed).** What may be stored ends at the smallest of the tokens whose KV is computed and
    committed, the tokens that have room, and the tokens that have a hash: `storable_tokens`.
 4. **Recomputed, not remembered.** `reserve` looks again each time, also when a preempted sequence comes back.
+5. **Asking ends.** A reservation that says `ask_again` holds nothing; past the fetch deadline from the first one for a
+   prompt, `reserve` goes by what is known.
 
 `StoreAdapter` is the implementation over `KVStore`, whose blocks are the engine's own memory. All methods are called
 from the engine's one scheduling thread.
@@ -50,12 +52,16 @@ class LoadEvent:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the cache gives a sequence: `ready_tokens` now, `pending_tokens` more after its `LoadEvent`."""
+    """What the cache gives a sequence: `ready_tokens` now, `pending_tokens` more after its `LoadEvent`.
+
+    ask_again: nothing yet, and nothing is held: a slow tier is still being asked. Reserve again after the next step.
+    """
 
     sequence_id: str
     ready_tokens: int
     pending_tokens: int
     by_tier: Mapping[str, int] = field(default_factory=dict)
+    ask_again: bool = False
 
 
 def storable_tokens(computed_tokens: int, allocated_tokens: int, hashed_tokens: int) -> int:
@@ -206,7 +212,7 @@ class StoreAdapter(EngineAdapter):
         )
         if given.pending_tokens > 0:
             self._loading[sequence_id] = self._clock() + self._load_deadline_seconds
-        return Reservation(sequence_id, given.reused_tokens, given.pending_tokens, given.by_tier)
+        return Reservation(sequence_id, given.reused_tokens, given.pending_tokens, given.by_tier, given.ask_again)
 
     def load(self) -> list[LoadEvent]:
         """Ends of loads since the last call. One that missed its deadline failed, and its sequence is gone."""

@@ -7,6 +7,8 @@ The rules, in the order in which they bind:
   oldest first, fill the step's token budget.
 - **Room is made from the newest.** When a stream cannot grow, the newest running or loading stream is preempted; the
   newest itself just waits. So the oldest always moves on, or, alone, fails with an error of its own: no livelock.
+- **Nobody waits for a lookup but its own stream.** A stream whose prefix a slow tier is still looking up stays where it
+  is, and later ones may go first; the store says for how long.
 - **Admit what will fit.** A stream is admitted beside others only while the pool has room for all prompts begun, and
   not while another one is computing a longer prefix of it than the cache has (it would compute the same blocks twice).
 
@@ -247,6 +249,8 @@ class Scheduler:
         except KVError as error:
             self.remove(stream)
             self._on_failed(stream, error)
+            return True
+        if given.ask_again:
             return True
         self.remove(stream)
         stream.expected_tiers = dict(given.by_tier)

@@ -6,10 +6,11 @@ lease or transfer is left behind.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from allocator import FULL, BlockTable, CapacityError, GroupKind
+from kvstore.costs import Stretch
 from kvstore.sequence import Admission, Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
     from kvstore.identity import HashChain
+    from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
-    from kvstore.residency import GroupPlan, HitPlan, Residency
+    from kvstore.residency import GroupPlan, HitPlan, LowerCopy, Residency
 
 
 class Admitter:
@@ -31,12 +33,14 @@ class Admitter:
         residency: Residency,
         mover: Mover,
         costs: CostModel,
+        metrics: StoreMetrics,
     ) -> None:
         self._geometry = geometry
         self._pool = pool
         self._residency = residency
         self._mover = mover
         self._costs = costs
+        self._metrics = metrics
 
     def usable_hashes(self, hashes: Items[bytes], token_count: int, private_from: int | None) -> Items[bytes]:
         """Hashes of the blocks a prompt may reuse: at least one token stays to be computed."""
@@ -45,11 +49,50 @@ class Admitter:
         return hashes if len(hashes) <= limit else hashes[:limit]
 
     def find(self, root: bytes, hashes: Items[bytes], exact: bool) -> HitPlan:
-        """The longest hit worth having: copies that are slower to load than to recompute are left out."""
+        """The longest hit worth having: from where on copies are slower to load than to recompute, it ends."""
         plan = self._residency.plan(root, hashes, exact)
-        if plan.device_blocks < plan.blocks and not self._worth_loading(plan):
-            plan = self._residency.on_device(plan, root, hashes, exact)
+        start = plan.device_blocks
+        if start == plan.blocks or self._costs.always_load:
+            return plan
+        stretches = self._stretches(plan, start)
+        queued_bytes = {stretch.tier: self._mover.queued_bytes(stretch.tier) for stretch in stretches}
+        count = self._costs.leading_stretches(stretches, queued_bytes)
+        pending = plan.pending
+        if count < len(stretches):
+            tokens = sum(stretch.tokens for stretch in stretches[:count])
+            plan = self._residency.cut(plan, root, hashes, exact, start + tokens // self._geometry.block_tokens)
+            if not count:
+                plan = self._residency.on_device(plan, root, hashes, exact)
+        plan.pending, plan.stretches, plan.loaded_stretches = pending, stretches, count
         return plan
+
+    def note_choice(self, plan: HitPlan) -> None:
+        """A sequence goes by this plan."""
+        if plan.stretches:
+            self._costs.note_choice(plan.stretches, plan.loaded_stretches)
+            left = sum(stretch.tokens for stretch in plan.stretches[plan.loaded_stretches :])
+            self._metrics.recomputed(left, cause="cheaper")
+
+    def _stretches(self, plan: HitPlan, start: int) -> list[Stretch]:
+        """The blocks of a plan from `start` on, by the slowest tier that each needs; one on the device goes along."""
+        order = {tier.name: place for place, tier in enumerate(self._residency.tiers)}
+        byte_counts: Counter[int] = Counter()
+        slowest: dict[int, str] = {}
+        for group in plan.groups:
+            for position, copy in group.copies.items():
+                name = copy.tier.name
+                byte_counts[position] += self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
+                slowest[position] = max(slowest.get(position, name), name, key=order.__getitem__)
+        block_tokens = self._geometry.block_tokens
+        stretches: list[Stretch] = []
+        for position in range(start, plan.blocks):
+            tier = slowest.get(position) or stretches[-1].tier
+            tokens, byte_count = block_tokens, byte_counts[position]
+            if stretches and stretches[-1].tier == tier:
+                last = stretches.pop()
+                tokens, byte_count = tokens + last.tokens, byte_count + last.byte_count
+            stretches.append(Stretch(tier, tokens, byte_count))
+        return stretches
 
     def find_leading(self, root: bytes, hashes: Items[bytes], exact: bool, limit: int) -> HitPlan:
         """The longest hit that needs at most `limit` blocks beyond what is on the device, whatever loading costs."""
@@ -64,16 +107,7 @@ class Admitter:
         blocks = tuple(tuple(block for block in group.ids if block >= 0) for group in plan.groups)
         return blocks, plan.blocks * self._geometry.block_tokens
 
-    def _worth_loading(self, plan: HitPlan) -> bool:
-        copies = [copy for group in plan.groups for copy in group.copies.values()]
-        tokens = (plan.blocks - plan.device_blocks) * self._geometry.block_tokens
-        byte_counts: dict[str, int] = {}
-        for copy in copies:
-            size = self._pool.layout.raw_slot_bytes[2 * copy.key.group + copy.form]
-            byte_counts[copy.tier.name] = byte_counts.get(copy.tier.name, 0) + size
-        return self._costs.should_load(byte_counts, tokens)
-
-    def hit(self, plan: HitPlan) -> Hit:
+    def hit(self, plan: HitPlan, pending: bool = False) -> Hit:
         block_tokens = self._geometry.block_tokens
         return Hit(
             tokens=plan.blocks * block_tokens,
@@ -81,6 +115,7 @@ class Admitter:
             by_tier=self._tokens_by_tier(plan),
             reason=plan.reason,
             needed_tokens=block_tokens + 1,
+            pending=pending,
         )
 
     def _tokens_by_tier(self, plan: HitPlan) -> dict[str, int]:
@@ -166,13 +201,14 @@ class Admitter:
         try:
             for group_plan in plan.groups:
                 present = [block_id for block_id in group_plan.ids if block_id >= 0]
+                present += [known.block_id for copy in group_plan.copies.values() if (known := self._incoming(copy))]
                 pool.share(present)
                 shared.append(present)
             for group, group_plan in enumerate(plan.groups):
                 fetched.append([])
-                for form in sorted({copy.form for copy in group_plan.copies.values()}):
-                    count = sum(copy.form == form for copy in group_plan.copies.values())
-                    fetched[group] += pool.allocate(group, count, form).tolist()
+                forms = [copy.form for copy in group_plan.copies.values() if not self._incoming(copy)]
+                for form in sorted(set(forms)):
+                    fetched[group] += pool.allocate(group, forms.count(form), form).tolist()
                 self._require_room(group, needed_tokens, spare_blocks[group] if spare_blocks else 0)
         except CapacityError as error:
             error.transient = self._mover.in_flight_blocks > 0
@@ -198,71 +234,61 @@ class Admitter:
         if needed > available:
             raise CapacityError(needed, available, f"more blocks of group {kv_group.name!r} to admit the prompt")
 
+    def _incoming(self, copy: LowerCopy) -> PendingCopy | None:
+        """That copy on its way for somebody else: one transfer serves both."""
+        return self._mover.fetcher.incoming(copy.key)
+
     def _fill_table(self, sequence: Sequence, group: int, plan: GroupPlan, fresh: list[int]) -> None:
         table = sequence.tables[group]
-        forms = sorted({copy.form for copy in plan.copies.values()})
-        queues = {}
-        taken = 0
-        for form in forms:
-            count = sum(copy.form == form for copy in plan.copies.values())
-            queues[form] = iter(fresh[taken : taken + count])
-            taken += count
-        ids = list(plan.ids)
-        for position, copy in sorted(plan.copies.items()):
-            block_id = next(queues[copy.form])
-            ids[position - plan.first] = block_id
-            sequence.pending.append(
-                PendingCopy(group, position, block_id, copy.key.hash, copy.key, copy.form, copy.tier.name)
-            )
+        ids, rest = list(plan.ids), iter(fresh)  # fresh: by form, as `build_tables` asked for them
+        for position, copy in sorted(plan.copies.items(), key=lambda item: (item[1].form, item[0])):
+            pending = self._incoming(copy)
+            if pending is None:
+                pending = PendingCopy(group, position, next(rest), copy.key.hash, copy.key, copy.form, copy.tier.name)
+            ids[position - plan.first] = pending.block_id
+            sequence.pending.append(pending)
         table.append([-1] * plan.first + ids)
         table.advance((plan.first + len(ids)) * self._geometry.block_tokens)
         if sequence.exact:
             self._pool.hold_exact(ids)
 
     def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None], now: float) -> None:
-        """Submit the sequence's pending copies, one transfer per tier."""
-        if not sequence.pending:
-            return
+        """Have the sequence's pending copies fetched; `on_done` once it has all that it can get."""
         sequence.state = SequenceState.LOADING
         tiers = {copy.tier.name: copy.tier for group in plan.groups for copy in group.copies.values()}
-
-        def done() -> None:
-            if all(copy.outcome is not None for copy in sequence.pending):
-                on_done(sequence)
-
-        ordered = sorted(sequence.pending, key=lambda copy: copy.tier)
-        for name, copies in groupby(ordered, key=lambda copy: copy.tier):
-            self._mover.start_fetch(tiers[name], list(copies), done, now)
+        self._mover.fetcher.start(sequence, tiers, on_done, now)
 
     # -- after the fetch ----------------------------------------------------------------------------------------
 
-    def settle(self, sequence: Sequence) -> int:
-        """Adopt what arrived and cut the tables at the first block that did not. Returns the ready blocks.
+    def settle(self, sequence: Sequence) -> tuple[int, list[PendingCopy]]:
+        """Adopt what arrived and find the first block that did not. Returns the ready blocks, and those newly named.
 
         A copy that is missing, late, torn or foreign is a miss: it and all after it are computed again.
         """
-        if not sequence.shared:  # a reset came between: what was stored before it counts for nothing
-            for copy in sequence.pending:
-                copy.outcome = False
-        missing = {(copy.group, copy.position) for copy in sequence.pending if not copy.outcome}
-        blocks = sequence.written // self._geometry.block_tokens
-        while blocks and not all(
-            self._covers(sequence, group, blocks, missing) for group in range(len(sequence.tables))
-        ):
+        # After a reset that came between, what was stored before it counts for nothing.
+        arrived = [copy for copy in sequence.pending if copy.outcome and sequence.shared]
+        missing = {(copy.group, copy.position) for copy in sequence.pending}
+        missing.difference_update((copy.group, copy.position) for copy in arrived)
+        sliding = [index for index, group in enumerate(self._geometry.groups) if group.kind is GroupKind.SLIDING]
+        gaps = [position for group, position in missing if group not in sliding]
+        blocks = min([sequence.written // self._geometry.block_tokens, *gaps])
+        while blocks and not all(self._has_window(sequence, group, blocks, missing) for group in sliding):
             blocks -= 1
-        for copy in sequence.pending:
-            if copy.outcome and copy.position < blocks:
+        fresh = []
+        for copy in arrived:
+            if copy.position < blocks:
+                is_named = self._pool.hash_of(copy.block_id) is not None  # by another one that waited for it too
                 kept = self._pool.adopt(copy.block_id, copy.block_hash, copy.key.exact, copy.form)
                 if kept != copy.block_id:
                     sequence.tables[copy.group].replace(copy.position, kept)
+                elif not is_named:
+                    fresh.append(copy)
         sequence.pending = []
         sequence.state = SequenceState.RUNNING
-        return blocks
+        return blocks, fresh
 
-    def _covers(self, sequence: Sequence, group: int, blocks: int, missing: set[tuple[int, int]]) -> bool:
-        """True when the group has every block that a token after `blocks` blocks may attend to."""
-        first = 0
-        if self._geometry.groups[group].kind is GroupKind.SLIDING:
-            first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
+    def _has_window(self, sequence: Sequence, group: int, blocks: int, missing: set[tuple[int, int]]) -> bool:
+        """True when a sliding group has every block that a token after `blocks` blocks may attend to."""
+        first = self._residency.window_first(group, blocks * self._geometry.block_tokens)
         ids = sequence.tables[group].ids()
         return all(ids[position] >= 0 and (group, position) not in missing for position in range(first, blocks))

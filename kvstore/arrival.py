@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Sequence as Items
 
     from allocator import BlockPool, KVGeometry
     from kvstore.admission import Admitter
     from kvstore.announce import Announcer
     from kvstore.growth import Growth
     from kvstore.metrics import StoreMetrics
-    from kvstore.sequence import Sequence
+    from kvstore.sequence import PendingCopy, Sequence
     from kvstore.upkeep import Upkeep
 
 
@@ -51,13 +52,12 @@ class Arrivals:
     def adopt(self, sequence: Sequence) -> int:
         """Name what arrived, cut the sequence at the first block that did not; the blocks that are there."""
         planned = sequence.written // self._block_tokens
-        pending = sequence.pending
-        blocks = self._admitter.settle(sequence)
-        adopted = [copy for copy in pending if copy.outcome and copy.position < blocks]
-        self._upkeep.remember_fetched(sequence, adopted)
+        blocks, fresh = self._admitter.settle(sequence)
+        self._upkeep.remember_fetched(sequence, fresh)
+        self._bring_nearer(fresh)
         if self._announcer.heard:
             hashes = sequence.chain.hashes
-            for copy in adopted:
+            for copy in fresh:
                 parent = hashes[copy.position - 1] if copy.position else None
                 self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
         if blocks < planned:
@@ -70,6 +70,18 @@ class Arrivals:
                 sequence.lossy_from = min(sequence.lossy_from, ready)
             self._metrics.recomputed((planned - blocks) * self._block_tokens, cause="not_fetched")
         return blocks
+
+    def _bring_nearer(self, arrived: Items[PendingCopy]) -> None:
+        """Offer what came from a slower tier to the faster ones: the next hit is found nearer."""
+        upkeep = self._upkeep
+        order = {tier.name: place for place, tier in enumerate(upkeep.tiers)}
+        for place, tier in enumerate(upkeep.tiers[:-1]):
+            lower = [copy for copy in arrived if order[copy.tier] > place]
+            present = tier.contains([copy.key for copy in lower]) if lower else []
+            missing = [copy for copy, there in zip(lower, present, strict=True) if not there]
+            upkeep.offer([copy.block_id for copy in missing], (tier,))
+            for source, blocks in Counter(copy.tier for copy in missing).items():
+                self._metrics.promoted(source, blocks)
 
     def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""

@@ -12,6 +12,7 @@ from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
 from kvstore.events import EventStream
 from kvstore.executor import make_executor
+from kvstore.fetching import Fetcher
 from kvstore.growth import Growth
 from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
@@ -91,8 +92,9 @@ def assemble(
     writes = WriteBehind(
         pool, device, executor, metrics, tiers, admission, queued_blocks=config.spill_queue_blocks, waker=waker
     )
+    fetcher = Fetcher(geometry, pool, device, metrics, costs)
     mover = Mover(
-        pool, device, executor, metrics, costs, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
+        pool, device, executor, metrics, fetcher, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
     )
     cools = codec is not None
     upkeep = Upkeep(geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, cools=cools)
@@ -106,7 +108,7 @@ def assemble(
             announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
-    admitter = Admitter(geometry, pool, residency, mover, costs)
+    admitter = Admitter(geometry, pool, residency, mover, costs, metrics)
     growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
@@ -158,8 +160,11 @@ def own_tiers(
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
             specs, secret = geometry_specs(geometry), config.secret.encode() or None
-            disk = (config.disk_path, config.disk_bytes, executor)
-            tiers.append(DiskTier(*disk, sync=config.disk_sync, specs=specs, secret=secret))
+            place = (config.disk_path, config.disk_bytes, executor)
+            disk = DiskTier(*place, sync=config.disk_sync, specs=specs, secret=secret)
+            tiers.append(disk)
+            if config.zstd_level:
+                disk.pack(config.zstd_level)
         if config.redis_url:
             tiers.append(_remote_tier(geometry, config, on_failed))
     except BaseException:
@@ -184,5 +189,7 @@ def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callabl
         ttl_seconds=config.redis_ttl_seconds,
         secret=config.secret.encode() or None,
         spec_of=geometry_specs(geometry),
-        options=RedisOptions(links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups),
+        options=RedisOptions(
+            links=links, lookup_deadline_seconds=deadline, lookup_executor=lookups, zstd_level=config.zstd_level
+        ),
     )

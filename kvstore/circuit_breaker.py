@@ -11,13 +11,16 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Opens at the first failure, since each costs a timeout; a failed probe doubles the pause, up to the longest."""
+    """Opens at the first failure, since each costs a timeout; a failed probe doubles the pause, up to the longest.
+
+    The longest is what a server that came back may wait for its first call: below two seconds.
+    """
 
     def __init__(
         self,
         *,
         first_pause_seconds: float = 0.25,
-        longest_pause_seconds: float = 8.0,
+        longest_pause_seconds: float = 1.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._first = first_pause_seconds

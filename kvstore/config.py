@@ -166,6 +166,9 @@ class KVStoreConfig:
     secret: str = _key("", "16 to 64 bytes of text, or file:PATH of a file with them", _secret, private=True)
     """Signs copies in tiers that others can write to; better from the environment or a file than from TOML."""
 
+    zstd_level: int = _key(0, "an int in [0, 19]", _whole(0, 19))
+    """Pack copies on disk and remote with zstd at this level; 0: do not. For links slower than about 0.2 GB/s."""
+
     # cold copies
     codec: str = _key("int4", "one of int4, int8k, raw", _one_of("int4", "int8k", "raw"))
     """Codec of cold copies; raw: nothing is ever lossy."""

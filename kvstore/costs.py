@@ -69,16 +69,6 @@ class LinearCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether to load, and why: both prices in seconds and a sentence for people."""
-
-    load: bool
-    load_seconds: float
-    recompute_seconds: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Stretch:
     """Neighbouring blocks of a prompt that lie in one tier: `tokens` would be saved by moving `byte_count` bytes."""
 
@@ -131,49 +121,34 @@ class CostModel:
         self._prefill = (summed_tokens, summed_seconds)
         self.prefill_tokens_per_second = summed_tokens / summed_seconds
 
-    def decide(self, byte_counts: Mapping[str, int], tokens: int, *, queued_bytes: int = 0) -> Decision:
-        """Load `byte_counts` (bytes by tier) or compute `tokens` again. Tiers load one after the other: times add up.
+    def leading_stretches(self, stretches: Sequence[Stretch], queued_bytes: Mapping[str, int] | None = None) -> int:
+        """How many leading stretches to load so that loading them and computing the rest is quickest. Changes nothing.
 
-        queued_bytes: what these tiers still have to move before our turn, priced at the slowest of them.
-        """
-        if tokens <= 0 or not byte_counts:
-            return Decision(False, 0.0, 0.0, "nothing to load")
-        load = sum(self.tier(name).seconds(count) for name, count in byte_counts.items())
-        load += max(queued_bytes / self.tier(name).bytes_per_second for name in byte_counts)
-        compute = tokens / self.prefill_tokens_per_second
-        total = sum(byte_counts.values())
-        tiers = "+".join(byte_counts)
-        prices = f"{total} bytes from {tiers} take {load * 1e3:.3g} ms, {tokens} tokens {compute * 1e3:.3g} ms"
-        if self.always_load:
-            return Decision(True, load, compute, f"always load: {prices}")
-        if load < compute:
-            return Decision(True, load, compute, f"load: {prices}")
-        return Decision(False, load, compute, f"recompute: {prices}")
-
-    def should_load(self, byte_counts: Mapping[str, int], tokens: int, *, queued_bytes: int = 0) -> bool:
-        """decide(), with a try now and then of a tier that has long been refused: its estimate may be out of date."""
-        decision = self.decide(byte_counts, tokens, queued_bytes=queued_bytes)
-        for name in byte_counts:
-            self._refused[name] = 0 if decision.load else self._refused.get(name, 0) + 1
-        if not decision.load and byte_counts and min(self._refused[name] for name in byte_counts) >= _RETRY_AFTER:
-            for name in byte_counts:
-                self._refused[name] = 0
-            return tokens > 0
-        return decision.load
-
-    def leading_stretches(self, stretches: Sequence[Stretch]) -> int:
-        """How many leading stretches to load so that loading them and computing the rest is quickest.
-
-        A stretch helps only with all before it. A tier's latency is paid once.
+        A stretch helps only with all before it. Tiers load one after the other, so times add up; a tier's latency, and
+        what it still has to move before our turn (queued_bytes, by tier), are paid once. A tier that has long been
+        refused costs nothing once: its estimate may be out of date, and only a load can tell.
         """
         best_count, best_gain, gain = 0, 0.0, 0.0
         seen: set[str] = set()
         for count, stretch in enumerate(stretches, start=1):
-            cost = self.tier(stretch.tier)
-            gain += stretch.tokens / self.prefill_tokens_per_second - stretch.byte_count / cost.bytes_per_second
-            if stretch.tier not in seen:
-                seen.add(stretch.tier)
-                gain -= cost.latency_seconds
+            gain += stretch.tokens / self.prefill_tokens_per_second
+            if self._refused.get(stretch.tier, 0) < _RETRY_AFTER:
+                cost = self.tier(stretch.tier)
+                gain -= stretch.byte_count / cost.bytes_per_second
+                if stretch.tier not in seen:
+                    seen.add(stretch.tier)
+                    queued = 0 if queued_bytes is None else queued_bytes.get(stretch.tier, 0)
+                    gain -= cost.latency_seconds + queued / cost.bytes_per_second
             if gain > best_gain or (self.always_load and stretch.tokens > 0):
                 best_count, best_gain = count, max(gain, best_gain)
         return best_count
+
+    def note_choice(self, stretches: Sequence[Stretch], count: int) -> None:
+        """A request went by this answer of `leading_stretches`: tiers that were left out are counted."""
+        loaded = {stretch.tier for stretch in stretches[:count]}
+        for tier in {stretch.tier for stretch in stretches}:
+            self._refused[tier] = 0 if tier in loaded else self._refused.get(tier, 0) + 1
+
+    def estimates(self) -> dict[str, LinearCost]:
+        """What has been measured, by tier."""
+        return {name: cost for name, cost in self._tiers.items() if cost.measured_count}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ _TICK = struct.Struct("<Q")
 _TABLES = (b"copies", b"values", b"recency", b"meta")
 _META_PAGES = 2
 _READERS = 126
+_COMMIT_BYTES = 256 << 10  # what LMDB writes in one call, at most
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
@@ -89,6 +91,7 @@ class DiskCatalog:
     def _open(self) -> None:
         try:
             self._env = lmdb.open(str(self._path), **self._settings)
+            self._check_length()
             self.stale_readers = self._env.reader_check()
             self._tables = {}
             create = not self._settings["readonly"]
@@ -102,6 +105,13 @@ class DiskCatalog:
             self._after_write()
         except lmdb.Error as error:
             raise _translated(error) from error
+
+    def _check_length(self) -> None:
+        """A file that was cut off: pages beyond its end would end the process (SIGBUS)."""
+        stored, needed = os.path.getsize(self._path), (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if stored < needed:
+            self._env.close()
+            raise CatalogError("truncated", f"{self._path}: {stored} bytes; expected at least {needed}")
 
     def reopen(self) -> None:
         """After an error that leaves LMDB's environment unusable."""
@@ -117,32 +127,37 @@ class DiskCatalog:
             self.stale_readers += self._env.reader_check()
             return self._env.begin(buffers=True)
 
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        try:
+            with self._begin() as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise _translated(error) from error
+
     def read_value(self, generation: int, frame_bytes: int) -> bytearray | None:
         """The value stored under a generation, copied; None when it is not there or not of this length."""
         out = bytearray(frame_bytes)
         at, piece = 0, 0
         table = self._tables[b"values"]
-        try:
-            with self._begin() as txn:
-                while at < frame_bytes:
-                    part = txn.get(_VALUE_KEY.pack(generation, piece), db=table)
-                    if part is None or len(part) != min(VALUE_BYTES, frame_bytes - at):
-                        return None
-                    out[at : at + len(part)] = part
-                    at, piece = at + len(part), piece + 1
-        except lmdb.Error as error:
-            raise _translated(error) from error
+        with self._reading() as txn:
+            while at < frame_bytes:
+                part = txn.get(_VALUE_KEY.pack(generation, piece), db=table)
+                if part is None or len(part) != min(VALUE_BYTES, frame_bytes - at):
+                    return None
+                out[at : at + len(part)] = part
+                at, piece = at + len(part), piece + 1
         return out
 
     def records(self) -> Iterator[tuple[bytes, bytes]]:
-        """(digest, record) of every copy, as of one moment."""
-        with self._begin() as txn:
+        """(digest, record) of every copy, as of one moment. CatalogError from a damaged index."""
+        with self._reading() as txn:
             for digest, record in txn.cursor(db=self._tables[b"copies"]):
                 yield bytes(digest), bytes(record)
 
     def recency(self) -> dict[int, int]:
         """generation -> tick of the last use that was written down."""
-        with self._begin() as txn:
+        with self._reading() as txn:
             return {
                 int.from_bytes(name, "big"): int.from_bytes(tick, "little")
                 for name, tick in txn.cursor(db=self._tables[b"recency"])
@@ -151,16 +166,28 @@ class DiskCatalog:
     def value_pieces(self) -> dict[int, tuple[int, int]]:
         """generation -> (pieces stored of its value, number of the last and one)."""
         found: dict[int, tuple[int, int]] = {}
-        with self._begin() as txn:
+        with self._reading() as txn:
             for name in txn.cursor(db=self._tables[b"values"]).iternext(keys=True, values=False):
                 generation = int.from_bytes(name[:8], "big")
                 count, _ = found.get(generation, (0, 0))
                 found[generation] = count + 1, int.from_bytes(name[8:], "big") + 1
         return found
 
+    def record(self, digest: bytes) -> bytes | None:
+        """What is stored of one copy now."""
+        with self._reading() as txn:
+            row = txn.get(digest, db=self._tables[b"copies"])
+            return None if row is None else bytes(row)
+
     def last_generation(self) -> int:
-        with self._begin() as txn:
+        with self._reading() as txn:
             row = txn.get(b"generation", db=self._tables[b"meta"])
+            return 0 if row is None else int.from_bytes(row, "little")
+
+    def epoch(self) -> int:
+        """The highest epoch that was written down; 0 for none."""
+        with self._begin() as txn:
+            row = txn.get(b"epoch", db=self._tables[b"meta"])
             return 0 if row is None else int.from_bytes(row, "little")
 
     @property
@@ -177,10 +204,12 @@ class DiskCatalog:
         removals: Sequence[Removal] = (),
         recency: Sequence[tuple[int, int]] = (),
         generation: int = 0,
+        epoch: int = 0,
     ) -> None:
         """All or nothing. CatalogError, and then nothing has changed.
 
-        A removal goes by generation: a newer copy under the same name stays. generation: the highest one given out.
+        A removal goes by generation: a newer copy under the same name stays. generation, epoch: the highest ones given
+        out.
         """
         copies, values, ticks, meta = (self._tables[name] for name in _TABLES)
         try:
@@ -202,10 +231,12 @@ class DiskCatalog:
                 txn.put(b"version", _TICK.pack(FORMAT_VERSION), db=meta)
                 if generation:
                     txn.put(b"generation", _TICK.pack(generation), db=meta)
+                if epoch:
+                    txn.put(b"epoch", _TICK.pack(epoch), db=meta)
                 self._measure(txn)
         except lmdb.Error as error:
             self._recover(error)
-            raise _translated(error) from error
+            raise self._write_error(error) from error
         self._after_write()
 
     def settle(self) -> None:
@@ -213,7 +244,7 @@ class DiskCatalog:
         self.write()
 
     def clear(self, generation: int) -> None:
-        """Drop everything but the highest generation."""
+        """Drop everything but the highest generation and the epoch."""
         try:
             with self._env.begin(write=True) as txn:
                 for name in _TABLES[:3]:
@@ -222,7 +253,7 @@ class DiskCatalog:
                 self._measure(txn)
         except lmdb.Error as error:
             self._recover(error)
-            raise _translated(error) from error
+            raise self._write_error(error) from error
         self._after_write()
 
     def compact(self) -> None:
@@ -256,6 +287,14 @@ class DiskCatalog:
 
     def close(self) -> None:
         self._env.close()
+
+    def _write_error(self, error: lmdb.Error) -> CatalogError:
+        """A commit that a full file system cuts short says EIO."""
+        if "Input/output error" in str(error):
+            room = os.statvfs(self._path.parent)
+            if room.f_bavail * room.f_frsize < _COMMIT_BYTES:
+                return CatalogFullError("disk_full", str(error))
+        return _translated(error)
 
     def _recover(self, error: lmdb.Error) -> None:
         if isinstance(error, lmdb.PanicError):

@@ -108,7 +108,7 @@ def parse_record(digest: bytes, row: bytes) -> DiskRecord | None:
     if len(row) != key_at + key_bytes + _CHECK_BYTES:
         return None
     key = parse_key(row[key_at:-_CHECK_BYTES])
-    if key is None or key_digest(key) != digest or not 0 < payload < frame <= slot_bytes:
+    if key is None or key_digest(key) != digest or not (payload and 0 < frame <= slot_bytes):
         return None
     if place == _SLOT and slot_bytes != class_bytes(slot_bytes):
         return None

@@ -55,12 +55,13 @@ def open_catalog(
         if not path.exists() or error.cause in ("disk_full", "map_full"):
             raise TierError(f"disk tier {directory}: the index cannot be opened ({error})") from error
         counts[f"index_dropped_{error.cause}"] += 1
-        _remove_index(directory)
-        catalog = _made_anew(directory, map_bytes, sync)
+        catalog = new_catalog(directory, map_bytes, sync)
     return _compacted(catalog, directory, map_bytes, sync, capacity_bytes, counts)
 
 
-def _made_anew(directory: Path, map_bytes: int, sync: str) -> DiskCatalog:
+def new_catalog(directory: Path, map_bytes: int, sync: str) -> DiskCatalog:
+    """An empty index in place of what is there."""
+    _remove_index(directory)
     try:
         return DiskCatalog(directory, map_bytes, sync)
     except CatalogError as error:
@@ -83,8 +84,7 @@ def _compacted(
         return catalog
     catalog.close()
     counts["index_dropped_oversize"] += 1
-    _remove_index(directory)
-    return _made_anew(directory, map_bytes, sync)
+    return new_catalog(directory, map_bytes, sync)
 
 
 def _remove_index(directory: Path) -> None:

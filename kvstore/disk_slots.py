@@ -64,9 +64,8 @@ class _SlotFile:
 class SlotFiles:
     """All slot files of a directory."""
 
-    def __init__(self, directory: Path, *, readonly: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._flags = (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC
         self._files: dict[int, _SlotFile] = {}
         self.can_punch = True
 
@@ -193,10 +192,6 @@ class SlotFiles:
         except OSError:
             return 0
 
-    def open_readonly(self, slot_bytes: int) -> None:
-        """For a reader: make a file known, so that frames can be read from it."""
-        self._files.setdefault(slot_bytes, _SlotFile(slot_bytes))
-
     def stored_bytes(self, slot_bytes: int) -> int:
         return os.fstat(self._fd(slot_bytes)).st_blocks * 512
 
@@ -221,7 +216,7 @@ class SlotFiles:
         file = self._files[slot_bytes]
         if file.fd < 0:
             path = self._directory / slot_file_name(slot_bytes)
-            file.fd = os.open(path, self._flags, 0o600)
+            file.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return file.fd
 
     def _probe_holes(self) -> bool:
@@ -275,6 +270,18 @@ class SlotFiles:
         head = form.of(spec.key.hash)
         found = self.read_rows(slot, size, head, form.sum_at, rows)
         return form.fault(found, head, spec, rows, secret)
+
+    def write_whole(self, slot: int, frame: bytes, size: int) -> None:
+        """Write a frame that was made elsewhere."""
+        view, at = memoryview(frame), slot * size
+        while view.nbytes:
+            done = os.pwrite(self._fd(size), view, at)
+            view, at = view[done:], at + done
+
+    def read_whole(self, slot: int, frame_bytes: int, size: int) -> bytes | None:
+        """A slot's first bytes; None when the file ends before them."""
+        frame = os.pread(self._fd(size), frame_bytes, slot * size)
+        return frame if len(frame) == frame_bytes else None
 
     def starts_with(self, slot: int, size: int, expected: bytes, offset: int) -> bool:
         """Whether a slot has these bytes at `offset`: a quick look at open."""

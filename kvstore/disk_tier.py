@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError, TierError, UsageError
+from kvstore.compression import Packer, read_staged
 from kvstore.copy_key import CopyKey
-from kvstore.disk_catalog import CatalogError
+from kvstore.disk_catalog import CatalogError, CatalogFullError
 from kvstore.disk_index import LEAST_BYTES, DiskEntry, DiskIndex
 from kvstore.disk_lock import DirectoryLock
-from kvstore.disk_open import make_directory, open_catalog, recover
+from kvstore.disk_open import make_directory, new_catalog, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.disk_writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
@@ -94,18 +95,30 @@ class DiskTier(IndexedTier[DiskEntry]):
         self._catalog = open_catalog(
             self.directory, self._directory_lock, map_bytes, self._sync, capacity_bytes, counts
         )
-        self._index: DiskIndex = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
-        try:
-            recover(self._catalog, self._index, self._slots, self.directory, counts)
-        except CatalogError as error:
-            self._catalog.close()
-            raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+        for last in (False, True):
+            self._index: DiskIndex = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
+            try:
+                recover(self._catalog, self._index, self._slots, self.directory, counts)
+                break
+            except CatalogError as error:
+                self._catalog.close()
+                if last or isinstance(error, CatalogFullError):
+                    raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
+                counts[f"index_dropped_{error.cause}"] += 1  # pages of it are damaged: a cache may begin anew
+                self._slots.close()
+                self._slots = SlotFiles(self.directory)
+                self._catalog = new_catalog(self.directory, map_bytes, self._sync)
+        self._epoch = self._catalog.epoch()
         counts["stale_readers"] += self._catalog.stale_readers
 
     def _abandon_open(self) -> None:
         self._slots.close()
         self._directory_lock.release()
         self._executor.close()
+
+    def pack(self, level: int) -> None:
+        """Pack copies by zstd at this level from now on, where that makes them smaller. Before the first put."""
+        self._writer.packer = Packer(level, self._secret)
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -122,6 +135,34 @@ class DiskTier(IndexedTier[DiskEntry]):
                 self._writer.clear()
             except CatalogError as error:
                 raise TierError(f"disk tier {self.directory}: could not be emptied ({error})") from error
+
+    def read_epoch(self) -> int:
+        return self._epoch
+
+    def raise_epoch(self, least: int) -> int:
+        with self._writing:
+            self._check_process()
+            epoch = max(self._epoch + 1, least)
+            try:
+                self._catalog.write(epoch=epoch)
+            except CatalogError as error:
+                raise TierError(f"disk tier {self.directory}: the epoch could not be kept ({error})") from error
+            self._epoch = epoch
+            return epoch
+
+    def seen_epoch(self) -> int | None:
+        return self._epoch
+
+    def follow_epoch(self, epoch: int) -> None:
+        def follow() -> None:
+            try:
+                if self._epoch < epoch:
+                    self.raise_epoch(epoch)
+                self.clear()
+            except TierError:
+                self._count("epoch_not_followed")
+
+        self._executor.submit(follow)
 
     @property
     def capacity_bytes(self) -> int:
@@ -189,6 +230,8 @@ class DiskTier(IndexedTier[DiskEntry]):
         return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
 
     def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
+        if entry.frame_bytes < entry.size_bytes:
+            return self._read_packed(job, entry)
         rows = job.rows
         form = self._heads.head(job.key, entry.family, job.size_bytes)
         head = form.of(job.key.hash)
@@ -202,6 +245,17 @@ class DiskTier(IndexedTier[DiskEntry]):
         if found is None and self._secret is None:
             return None
         return form.fault(found, head, self._specs(job.key, job.size_bytes), rows, self._secret)
+
+    def _read_packed(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
+        frame: bytes | bytearray | None
+        if entry.slot is not None:
+            frame = self._slots.read_whole(entry.slot, entry.frame_bytes, entry.slot_bytes)
+        else:
+            frame = self._catalog.read_value(entry.generation, entry.frame_bytes)
+            if frame is None:
+                return "gone"
+        spec = self._specs(job.key, job.size_bytes)
+        return FrameFault.LENGTH if frame is None else read_staged(frame, spec, job.rows, self._secret)
 
     def _drop(self, entry: DiskEntry, cause: str) -> ResultCode:
         """A copy that cannot be served goes, this generation of it and no other."""

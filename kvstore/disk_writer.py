@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
 from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
@@ -54,6 +55,7 @@ class _Fresh(NamedTuple):
     job: Job
     entry: DiskEntry
     form: FrameHead
+    packed: bytes | None
 
 
 class DiskWriter:
@@ -73,6 +75,7 @@ class DiskWriter:
         self._sync, self._specs, self._secret = settings.sync, settings.specs, settings.secret
         self._heads = settings.heads
         self._catalog, self._index, self._slots = catalog, index, slots
+        self.packer: Packer | None = None
         self._directory_lock, self._lock, self._count = directory_lock, lock, count
         self._paused_until = self._raise_at = 0.0
         self._ballast = settings.directory / BALLAST_NAME
@@ -91,10 +94,11 @@ class DiskWriter:
         failure = None
         try:
             fresh: list[_Fresh] = []
+            packed = self._packed(self.packer, jobs) if self.packer is not None and not paused else {}
             with self._lock:
                 for job in jobs:
                     if job.key not in entries:
-                        found = self._reserve(batch, job, paused)
+                        found = self._reserve(batch, job, paused, packed.get(job.key))
                         entries[job.key] = found if isinstance(found, ResultCode) else found.entry
                         if isinstance(found, _Fresh):
                             fresh.append(found)
@@ -111,7 +115,18 @@ class DiskWriter:
         results = [entries.get(job.key, failure or ResultCode.FAILED) for job in jobs]
         return [ResultCode.OK if isinstance(one, DiskEntry) else one for one in results]
 
-    def _reserve(self, batch: Batch, job: Job, paused: bool) -> _Fresh | ResultCode:
+    def _packed(self, packer: Packer, jobs: Sequence[Job]) -> dict[CopyKey, bytes]:
+        """Whole frames of those that are not there yet and become smaller."""
+        with self._lock:
+            fresh = [job for job in jobs if job.size_bytes and self._index.find(job.key) is None]
+        frames = {}
+        for job in fresh:
+            frame = packer.pack(self._specs(job.key, job.size_bytes), [row for row in job.rows if row.nbytes])
+            if frame is not None:
+                frames[job.key] = frame
+        return frames
+
+    def _reserve(self, batch: Batch, job: Job, paused: bool, packed: bytes | None) -> _Fresh | ResultCode:
         known = self._index.find(job.key)
         if known is not None:
             self._index.touch(known)
@@ -123,13 +138,13 @@ class DiskWriter:
             self._index.counts["empty"] += 1
             return ResultCode.FAILED
         form = self._heads.head(job.key, job.key.family, job.size_bytes)
-        frame_bytes = form.frame_bytes
+        frame_bytes = form.frame_bytes if packed is None else len(packed)
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
         entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes)
         if entry is None and self._index.other_readers:  # freed pages cannot be used while an old state is read
             self._index.counts["reader_holds_room"] += 1
-        return _Fresh(job, entry, form) if entry is not None else ResultCode.FULL
+        return _Fresh(job, entry, form, packed) if entry is not None else ResultCode.FULL
 
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
@@ -169,8 +184,11 @@ class DiskWriter:
     def _write_slot(self, one: _Fresh) -> None:
         entry = one.entry
         if entry.slot is not None:
-            rows = one.job.rows
-            self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sum_at, rows)
+            if one.packed is not None:
+                self._slots.write_whole(entry.slot, one.packed, entry.slot_bytes)
+            else:
+                rows = one.job.rows
+                self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sum_at, rows)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
@@ -192,16 +210,15 @@ class DiskWriter:
                 self._index.dirty.pop(one.entry.generation, None)
 
     def _addition(self, one: _Fresh, tick: int, written_at: int) -> Addition:
-        job, entry, form = one
+        job, entry, form, value = one
         place = (job.size_bytes, entry.frame_bytes, entry.slot_bytes, entry.slot)
         record = record_bytes(job.key.to_bytes(), job.parent, place, entry.generation, tick, written_at)
-        value = None
-        if entry.slot is None:
+        if entry.slot is None and value is None:
             head = form.filled(job.key.hash, joined_checksum(job.rows))
             if self._secret is not None:
                 head = signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
             value = b"".join((head, *(row.data for row in job.rows)))
-        return Addition(entry.digest, record, entry.generation, value)
+        return Addition(entry.digest, record, entry.generation, value if entry.slot is None else None)
 
     def _settle_entries(
         self,

@@ -10,7 +10,7 @@ Pure functions over buffers; any thread. A frame in memory that others can write
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -123,15 +123,16 @@ class FrameHeader:
                 return FrameFault.PAYLOAD_CHECKSUM
         return self.check_keyed([target], secret)
 
-    def check_keyed(self, pieces: Sequence[ByteRow], secret: bytes | None) -> FrameFault | None:
+    def check_keyed(self, pieces: Iterable[ByteRow], secret: bytes | None) -> FrameFault | None:
         """Check the keyed hash over header and payload; the checksums vouch for nothing against a forger."""
-        if secret is None:
-            return None
-        mac_at = len(self.header) - CHECK_BYTES - MAC_BYTES
-        expected = keyed_hash(secret, self.header[:mac_at], pieces)
-        if not hmac.compare_digest(expected, self.header[mac_at : mac_at + MAC_BYTES]):
-            return FrameFault.FORGED
-        return None
+        return None if secret is None else check_keyed(self.header, pieces, secret)
+
+
+def check_keyed(header: bytes, pieces: Iterable[ByteRow], secret: bytes) -> FrameFault | None:
+    """Check the keyed hash that a header holds, over it and the payload as it is stored."""
+    mac_at = len(header) - CHECK_BYTES - MAC_BYTES
+    expected = keyed_hash(secret, header[:mac_at], pieces)
+    return None if hmac.compare_digest(expected, header[mac_at : mac_at + MAC_BYTES]) else FrameFault.FORGED
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allocator.errors import UsageError
@@ -82,7 +82,7 @@ def padded_name(text: str) -> bytes:
     return text.encode("ascii").ljust(NAME_BYTES, b"\x00")
 
 
-def keyed_hash(secret: bytes, start: bytes, pieces: Sequence[ByteRow]) -> bytes:
+def keyed_hash(secret: bytes, start: bytes, pieces: Iterable[ByteRow]) -> bytes:
     if not isinstance(secret, bytes) or not SECRET_BYTES[0] <= len(secret) <= SECRET_BYTES[1]:
         raise UsageError(f"frame secret: got {len(secret)} bytes; expected {SECRET_BYTES[0]} to {SECRET_BYTES[1]}")
     state = hashlib.blake2b(start, key=secret, digest_size=MAC_BYTES, person=_PERSON)

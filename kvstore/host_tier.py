@@ -67,6 +67,9 @@ class HostTier(IndexedTier[HostEntry]):
                 for entry in list(family.values()):
                     self._index.unlink(entry)
 
+    def follow_epoch(self, epoch: int) -> None:
+        self.clear()
+
     def lend(self, keys: Sequence[CopyKey]) -> list[Loan | None]:
         loans: list[Loan | None] = []
         with self._lock:

@@ -1,4 +1,4 @@
-"""Movement of blocks: cool and fetch, in bounded queues; writing down is in `write_behind`.
+"""Cooling in a bounded queue, and the outcomes of all movement: `WriteBehind` writes down, `Fetcher` reads up.
 
 Decisions are made by `KVStore` under its lock; this file turns them into fenced transfers and brings the outcomes
 back. Nothing here waits and nothing here takes a lock: `start_*` enqueue, the executor copies or encodes without
@@ -17,18 +17,16 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from allocator import FULL, IntegrityError
-from kvstore.tier import ResultCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from allocator import BlockPool
-    from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
     from kvstore.executor import Executor
+    from kvstore.fetching import Fetcher
     from kvstore.metrics import StoreMetrics
-    from kvstore.sequence import PendingCopy
-    from kvstore.tier import Completion, Tier, Transfer
+    from kvstore.tier import Completion, Tier
     from kvstore.write_behind import WriteBehind
 
 
@@ -43,16 +41,6 @@ class _CoolJob:
     cause: str
     accepted: list[bool] | None = None
     failure: BaseException | None = None
-
-
-@dataclass(slots=True)
-class _FetchJob:
-    tier: Tier
-    copies: list[PendingCopy]
-    buffers: list[memoryview]
-    on_done: Callable[[], None]
-    started_seconds: float
-    abandoned: bool = False
 
 
 @dataclass(slots=True)
@@ -72,7 +60,7 @@ class Mover:
         device: BlockBytes,
         executor: Executor,
         metrics: StoreMetrics,
-        costs: CostModel,
+        fetcher: Fetcher,
         *,
         writes: WriteBehind,
         cool_queue_limit: int,
@@ -82,11 +70,10 @@ class Mover:
         self._device = device
         self._executor = executor
         self._metrics = metrics
-        self._costs = costs
+        self.fetcher = fetcher
         self._writes = writes
         self._waker = waker
         self.on_cooled: Callable[[list[int]], None] | None = None  # told of blocks that were encoded or stay raw
-        self._fetches: dict[Transfer, _FetchJob] = {}
         self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
         self._cooling = 0
         self.cool_generation = 0  # grows whenever blocks have cooled, so that sequences look at their own again
@@ -96,19 +83,23 @@ class Mover:
     @property
     def in_flight_blocks(self) -> int:
         """Blocks whose transfer has not been drained; memory may come free once it is."""
-        return self._cooling + self._writes.fenced_blocks + sum(len(job.copies) for job in self._fetches.values())
+        return self._cooling + self._writes.fenced_blocks + self.fetcher.block_count
 
     @property
     def is_moving(self) -> bool:
         """Whether anything is under way that a `drain` will bring back, copies that fence no block included."""
         return self.in_flight_blocks > 0 or self._writes.under_way_blocks > 0
 
+    def queued_bytes(self, tier: str) -> int:
+        """What is under way to and from a tier."""
+        return self._writes.under_way_bytes(tier) + self.fetcher.queued_bytes(tier)
+
     def depths(self) -> dict[str, int]:
         """Blocks that wait or are under way, by queue."""
         return {
             "cool": len(self._cool_queue),
             "cooling": self._cooling,
-            "fetching": sum(len(job.copies) for job in self._fetches.values()),
+            "fetching": self.fetcher.block_count,
         }
 
     # -- cool ---------------------------------------------------------------------------------------------------
@@ -218,76 +209,6 @@ class Mover:
             raise job.failure
         return cooled
 
-    # -- fetch --------------------------------------------------------------------------------------------------
-
-    def start_fetch(self, tier: Tier, copies: list[PendingCopy], on_done: Callable[[], None], now: float) -> None:
-        """Read copies into their device blocks. `on_done` runs inside `drain` or `expire`, every outcome set.
-
-        When the request cannot even be made, the copies are a miss and `on_done` runs here.
-        """
-        pool = self._pool
-        block_ids = [copy.block_id for copy in copies]
-        pool.begin_transfer(block_ids)
-        try:
-            buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
-            transfer = tier.submit_get([(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)])
-        except Exception:  # counted: what cannot be asked for is computed
-            pool.end_transfer(block_ids)
-            for copy in copies:
-                copy.outcome = False
-            self._metrics.missed("not_submitted", len(copies), tier=tier.name)
-            _LOG.exception("kvstore: %d copies from tier %s could not be asked for", len(copies), tier.name)
-            on_done()
-            return
-        self._fetches[transfer] = _FetchJob(tier, copies, buffers, on_done, now)
-
-    def expire(self, now: float, deadline_seconds: float) -> int:
-        """Give up fetches older than the deadline: their blocks are a miss now, and fenced until the tier lets go."""
-        late = [job for job in self._fetches.items() if now - job[1].started_seconds > deadline_seconds]
-        expired = 0
-        for transfer, job in late:
-            if not job.abandoned:
-                job.abandoned = True
-                transfer.cancel()
-                for copy in job.copies:
-                    copy.outcome = False
-                expired += len(job.copies)
-                self._metrics.missed("deadline", len(job.copies), tier=job.tier.name)
-                job.on_done()
-        return expired
-
-    def _finish_fetch(self, job: _FetchJob, results: Sequence[ResultCode], now: float) -> int:
-        name = job.tier.name
-        loaded_bytes = sum(buffer.nbytes for buffer in job.buffers)
-        self._metrics.transferred(name, "get", results, loaded_bytes, now - job.started_seconds)
-        if job.abandoned:  # late: the blocks belong to nobody any more and leave with their transfer
-            self._pool.end_transfer([copy.block_id for copy in job.copies])
-            return 0
-        good = 0
-        for place, copy in enumerate(job.copies):  # a tier that answers for too few keys has missed the rest
-            result = results[place] if place < len(results) else ResultCode.FAILED
-            cause = result.value if result is not ResultCode.OK else self._write_back(copy, job.buffers[place])
-            copy.outcome = cause is None
-            if cause is None:
-                good += 1
-            else:
-                self._metrics.missed(cause, tier=name)
-        self._pool.end_transfer([copy.block_id for copy in job.copies])
-        self._metrics.fetched(name, good)
-        if good == len(job.copies):
-            self._costs.observe_load(name, loaded_bytes, now - job.started_seconds)
-        job.on_done()
-        return good
-
-    def _write_back(self, copy: PendingCopy, buffer: memoryview) -> str | None:
-        """Bring fetched bytes to the device; the cause when that failed."""
-        try:
-            self._device.write_back(copy.group, copy.form, self._pool.slot_of(copy.block_id), buffer)
-        except Exception:  # counted: bytes that did not arrive are a miss
-            _LOG.exception("kvstore: a copy from tier %s could not be written to the device", copy.tier)
-            return "not_written"
-        return None
-
     # -- outcomes -----------------------------------------------------------------------------------------------
 
     def drain(self, tiers: Sequence[Tier], now: float) -> Drained:
@@ -301,6 +222,10 @@ class Mover:
                     self._finish(completion, drained, now)
                 except BaseException as error:  # raised below, once the other outcomes have been applied
                     failure = error
+        try:
+            self.fetcher.settle(now)
+        except BaseException as error:
+            failure = error
         while True:
             try:
                 job = self._cooled.get_nowait()
@@ -319,6 +244,4 @@ class Mover:
         if stored is not None:
             drained.spilled += stored
             return
-        fetch = self._fetches.pop(completion.transfer, None)
-        if fetch is not None:
-            drained.fetched += self._finish_fetch(fetch, completion.results, now)
+        drained.fetched += self.fetcher.finish(completion, now)

@@ -1,9 +1,10 @@
 """Large buffers into a Unix socket without copying them: their pages are lent to the socket through a pipe (Linux).
 
 vmsplice puts references to pages into a pipe, splice moves them to the socket; the kernel copies once, when the server
-reads. Half the client's CPU of a sendmsg. The bytes must not change until the server has answered: that is a tier's
-rule for buffers under way anyhow. If a call is given up before, a server may store what has changed meanwhile; the
-frame's checksum, taken before, then does not fit, and the copy is a miss.
+reads. Half the client's CPU of a sendmsg (on TCP it gained nothing that could be told from noise). The bytes must not
+change until the server has answered: that is a tier's rule for buffers under way anyhow. If a call is given up before,
+a server may store what has changed meanwhile; the frame's checksum, taken before, then does not fit, and the copy is a
+miss. Only payloads are lent: commands and lengths cannot change under way.
 
 One thread at a time. Where the system refuses any of it, `open_for` or the first `send` says so and nothing was sent.
 """
@@ -22,6 +23,7 @@ from kvstore.tier import ByteRow
 
 LEAST_BYTES = 64 << 10  # smaller ones are copied sooner than lent
 _PIPE_BYTES = 1 << 20
+_QUEUE_BYTES = 1 << 20  # lent to the socket at most, as far as the system allows: each time it is full costs a wakeup
 _F_SETPIPE_SZ = 1031
 
 
@@ -49,6 +51,7 @@ class PagePipe:
         self._out, self._in = os.pipe()
         try:
             fcntl.fcntl(self._in, _F_SETPIPE_SZ, _PIPE_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_BYTES)
         except OSError:
             self.close()
             raise
@@ -67,7 +70,7 @@ class PagePipe:
         """Send all of it. False: the system refused the first piece. An OSError later leaves the socket unusable."""
         vmsplice = _vmsplice()
         assert vmsplice is not None
-        at, left = row.ctypes.data, row.nbytes
+        at, left = row.__array_interface__["data"][0], row.nbytes
         target = self._sock.fileno()
         while left:
             lent = vmsplice(self._in, ctypes.byref(_Piece(at, left)), 1, 0)

@@ -4,7 +4,7 @@ Holds the store's identity and epoch. The epoch counts for every identity that i
 them. Refuses whatever would give KV a name that belongs to other KV: a chain of another identity or of before a reset,
 an identity of another geometry, media placeholders that no media covers.
 
-`chain` may be called without the store's lock; `raise_epoch` needs it.
+`chain` may be called without the store's lock; `begin_epoch` needs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from allocator import ConfigError, UsageError
 from kvstore.arguments import length, whole
-from kvstore.identity import HashChain, Identity
+from kvstore.identity import Adapter, HashChain, Identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 
     from allocator import KVGeometry
     from kvstore.identity import Media
+    from kvstore.tier import Tier
+
+_DESCRIBED_LIMIT = 4096
+
+
+def _words(identity: Identity) -> dict[str, str]:
+    """What an operator is shown of an identity. Bytes are shown as hex digits."""
+    adapter = Adapter.of(identity.adapter)
+    words = {
+        "model": identity.model,
+        "weights": identity.weights,
+        "adapter": None if adapter is None else adapter.name,
+        "tenant": identity.tenant,
+        "epoch": str(identity.epoch),
+    }
+    return {
+        name: value.hex() if isinstance(value, bytes) else value for name, value in words.items() if value is not None
+    }
 
 
 class Prompts:
@@ -48,6 +66,8 @@ class Prompts:
             )
         if share:
             identity.require_shareable()
+        self._described_to: tuple[Tier, ...] = ()
+        self._described: set[bytes] = set()
         self._current = identity, identity.root()
 
     @property
@@ -64,11 +84,27 @@ class Prompts:
             return True
         return (given if isinstance(given, bytes) else given.fingerprint()) == self._fingerprint
 
-    def raise_epoch(self) -> int:
-        """A reset: no name given before will be given again. Returns the new epoch."""
-        identity = self.identity.next_epoch()
+    def begin_epoch(self, epoch: int) -> None:
+        """A reset: no name given before will be given again."""
+        identity = replace(self.identity, epoch=epoch)
         self._current = identity, identity.root()
-        return identity.epoch
+        self._described.clear()
+        self._tell(identity, self._current[1])
+
+    def describe_to(self, tiers: Items[Tier]) -> None:
+        """From now on tell these tiers what each root stands for, in words for operators; also from other threads."""
+        self._described_to = tuple(tiers)
+        self._described.clear()
+        self._tell(*self._current)
+
+    def _tell(self, identity: Identity, root: bytes) -> None:
+        """Words for a root that has not been described since the last reset."""
+        if root not in self._described:
+            if len(self._described) >= _DESCRIBED_LIMIT:
+                self._described.clear()
+            self._described.add(root)
+            for tier in self._described_to:
+                tier.describe_root(root, _words(identity))
 
     def chain(self, token_ids: Items[int] | HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
         """The caller's own chain over a prompt of at least one token, hashed here or (a HashChain) before."""
@@ -93,7 +129,10 @@ class Prompts:
             )
         if self._share:
             identity.require_shareable()
-        return (identity if identity.epoch >= epoch else replace(identity, epoch=epoch)).root()
+        served = identity if identity.epoch >= epoch else replace(identity, epoch=epoch)
+        root = served.root()
+        self._tell(served, root)
+        return root
 
     def _hashed_before(self, chain: HashChain, media: Items[Media], identity: Identity | None) -> HashChain:
         if chain.block_tokens != self._block_tokens:

@@ -13,7 +13,7 @@ from kvstore.redis_links import Links, Node, NodeDownError
 from kvstore.redis_protocol import ErrorReply, InterruptedCallError, Reply, Wire
 
 _ROUNDS = 3  # the first, and two after a redirection or a failover
-_WINDOW_BYTES = 4 << 20  # in flight on one connection: the server holds as much of replies
+_WINDOW_BYTES = (16 << 20) + (64 << 10)  # what a lost connection loses, and its deadline allows for
 _WINDOW_ORDERS = 512
 
 INTERRUPTED = "interrupted"

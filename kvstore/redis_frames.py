@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import xxhash
+import numpy as np
 
+from kvstore.compression import parse_staged, unpack
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameSpec, parse_header
+from kvstore.frame_build import build_joined_header, joined_checksum
 from kvstore.frame_layout import MOST_SEGMENTS
 from kvstore.frame_specs import SpecSource
-from kvstore.tier import ByteRow, Job
+from kvstore.frame_stamp import HeaderStamp
+from kvstore.tier import Job
+from quant.native.checksum import Checksum
 
-_CHUNK_BYTES = 1 << 20  # received and checked while it lies in cache
+_CHUNK_BYTES = 512 << 10  # received and checked while it lies in cache
 
 
 class KeyNames:
@@ -50,70 +55,99 @@ class KeyNames:
         return f"{self.namespace}:root:{root.hex()}".encode("ascii")
 
 
-def joined_checksum(rows: Sequence[ByteRow]) -> bytes:
-    """XXH3-128 over pieces in order."""
-    if len(rows) == 1:
-        return xxhash.xxh3_128_digest(rows[0].data)
-    state = xxhash.xxh3_128()
-    for row in rows:
-        state.update(row.data)
-    return state.digest()
+class Form(NamedTuple):
+    """What the frames of one family and payload size have in common. `spec` is of the first one that was seen."""
 
+    spec: FrameSpec
+    stamp: HeaderStamp
 
-class Specs:
-    """A tier's SpecSource, asked once a family and size: the specs of a prompt's blocks differ in their key only."""
-
-    def __init__(self, source: SpecSource) -> None:
-        self._source = source
-        self._known: dict[tuple[object, int], FrameSpec] = {}
-
-    def of(self, key: CopyKey, payload_bytes: int) -> FrameSpec:
-        place = (key.family, payload_bytes)
-        known = self._known.get(place)
-        if known is None:
-            if len(self._known) >= 4096:
-                self._known.clear()
-            known = self._known[place] = self._source(key, payload_bytes)
-        spec = object.__new__(FrameSpec)  # what the first one checked holds for all of its family
+    def spec_of(self, key: CopyKey) -> FrameSpec:
+        """What the first one's spec checked holds for all of its family."""
+        spec, known = object.__new__(FrameSpec), self.spec
         put = object.__setattr__
         put(spec, "key", key)
         put(spec, "block_tokens", known.block_tokens)
         put(spec, "key_dim", known.key_dim)
         put(spec, "value_dim", known.value_dim)
         put(spec, "dtype", known.dtype)
-        put(spec, "payload_bytes", payload_bytes)
+        put(spec, "payload_bytes", known.payload_bytes)
         return spec
+
+
+class Forms:
+    """A tier's SpecSource, asked once a family and size: the specs of a prompt's blocks differ in their key only."""
+
+    def __init__(self, source: SpecSource) -> None:
+        self._source = source
+        self._known: dict[tuple[object, int], Form] = {}
+
+    def of(self, job: Job) -> Form:
+        place = (job.key.family, job.size_bytes)
+        known = self._known.get(place)
+        if known is None:
+            if len(self._known) >= 4096:
+                self._known.clear()
+            spec = self._source(job.key, job.size_bytes)
+            known = self._known[place] = Form(spec, HeaderStamp(spec, job.rows))
+        return known
+
+
+def header_of(job: Job, form: Form, secret: bytes | None) -> bytes:
+    """The header of a copy about to be sent; reads its bytes."""
+    checksum = joined_checksum(job.rows)
+    if secret is None:
+        return form.stamp.build(job.key.hash, checksum)
+    return build_joined_header(form.spec_of(job.key), job.rows, checksum, secret=secret)
 
 
 class FrameSink:
     """One value into one job's buffers. `fault` says what was wrong, None when every byte was right."""
 
-    __slots__ = ("_job", "_secret", "_spec", "fault", "head_bytes", "size_bytes")
+    __slots__ = ("_form", "_job", "_secret", "fault", "head_bytes", "size_bytes")
 
-    def __init__(self, job: Job, spec: FrameSpec, secret: bytes | None) -> None:
+    def __init__(self, job: Job, form: Form, secret: bytes | None) -> None:
         self._job = job
-        self._spec = spec
+        self._form = form
         self._secret = secret
-        self.head_bytes = spec.header_bytes(1)
-        self.size_bytes = self.head_bytes + spec.payload_bytes
+        self.head_bytes = form.stamp.header_bytes
+        self.size_bytes = self.head_bytes + job.size_bytes
         self.fault: FrameFault | None = FrameFault.LENGTH
 
     def targets(self, length: int) -> Iterator[memoryview]:
-        spec = self._spec
-        header_bytes = length - spec.payload_bytes
-        layers = spec.key.layers[1] - spec.key.layers[0]
-        if not spec.header_bytes(1) <= header_bytes <= spec.header_bytes(min(MOST_SEGMENTS, layers)):
+        job = self._job
+        if length < job.size_bytes:
+            yield from self._packed_targets(length, self._form.spec_of(job.key))
             return
-        header = bytearray(header_bytes)
-        yield memoryview(header)
+        header_bytes = length - job.size_bytes
+        if header_bytes == self.head_bytes and self._secret is None:
+            header = bytearray(header_bytes)
+            yield memoryview(header)
+            checksum = self._form.stamp.checksum_in(header, job.key.hash)
+            if checksum is not None:
+                yield from self._pour([(job.size_bytes, checksum)])
+                return
+        else:
+            spec = self._form.spec
+            layers = spec.key.layers[1] - spec.key.layers[0]
+            if not self.head_bytes <= header_bytes <= spec.header_bytes(min(MOST_SEGMENTS, layers)):
+                return
+            header = bytearray(header_bytes)
+            yield memoryview(header)
+        spec = self._form.spec_of(job.key)
         parsed = parse_header(header, spec, frame_bytes=length, keyed=self._secret is not None)
         if isinstance(parsed, FrameFault):
             self.fault = parsed
             return
+        yield from self._pour([(segment.byte_count, segment.checksum) for segment in parsed.segments])
+        if self.fault is None:
+            self.fault = parsed.check_keyed(job.rows, self._secret)
+
+    def _pour(self, segments: Sequence[tuple[int, bytes]]) -> Iterator[memoryview]:
+        """Segments in order over the job's rows, each checked piece by piece. Sets `fault`."""
         rows = iter(self._job.rows)
         row, at = next(rows), 0
-        for segment in parsed.segments:
-            state, left = xxhash.xxh3_128(), segment.byte_count
+        for size_bytes, checksum in segments:
+            state, left = Checksum(), size_bytes
             while left:
                 while at == row.nbytes:
                     row, at = next(rows), 0
@@ -123,7 +157,21 @@ class FrameSink:
                 state.update(view)
                 left -= stop - at
                 at = stop
-            if state.digest() != segment.checksum:
+            if state.digest() != checksum:
                 self.fault = FrameFault.PAYLOAD_CHECKSUM
                 return
-        self.fault = parsed.check_keyed(self._job.rows, self._secret)
+        self.fault = None
+
+    def _packed_targets(self, length: int, spec: FrameSpec) -> Iterator[memoryview]:
+        """A value that is shorter than its payload: packed, or nothing of use."""
+        if length <= self.head_bytes:
+            return
+        header = bytearray(self.head_bytes)
+        yield memoryview(header)
+        parsed = parse_staged(header, spec, frame_bytes=length, keyed=self._secret is not None)
+        if isinstance(parsed, FrameFault):
+            self.fault = parsed
+            return
+        stored = np.empty(parsed.stored_bytes, np.uint8)
+        yield stored.data
+        self.fault = parsed.check(stored, self._secret) or unpack(stored, parsed.stage, self._job.rows)

@@ -54,7 +54,7 @@ class LinkOptions:
 
     timeout_seconds: float = 0.5
     connect_timeout_seconds: float = 0.25
-    pause_seconds: float = 0.25  # for which a server that failed is left alone; doubles up to 8 seconds
+    pause_seconds: float = 0.25  # for which a server that failed is left alone; doubles up to 1.5 seconds
     plain: bool = False
     clock: Callable[[], float] = time.monotonic
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from allocator.errors import TierError
@@ -19,6 +20,11 @@ from kvstore.redis_protocol import ErrorReply, Reply, WireError
 _SCAN_COUNT = b"500"
 _EPOCH_TTL_MS = 400 * 86400 * 1000
 _PASSES = 3
+
+
+def _fresh_epoch() -> int:
+    """Below 2^62, larger than any made earlier while wall clocks go forward, and unlike any other."""
+    return int(time.time() * 1000) << 20 | secrets.randbits(20)
 
 
 class Namespace:
@@ -93,7 +99,7 @@ class Namespace:
 
     def read_epoch(self) -> int:
         """An epoch that was evicted or never set is made anew and unlike any before: old copies must not come back."""
-        made = b"%d" % secrets.randbits(61)
+        made = b"%d" % _fresh_epoch()
         ttl = b"%d" % max(_EPOCH_TTL_MS, 4 * self._ttl_ms)
         name = self._names.epoch
         self._ask(name, [b"SET", name, made, b"NX", b"PX", ttl])
@@ -105,12 +111,12 @@ class Namespace:
             )
         return int(value)
 
-    def raise_epoch(self) -> int:
+    def raise_epoch(self, least: int) -> int:
         try:
             old = self.read_epoch()
         except TierError:
             old = 0  # unreadable; when unreachable, the write below says so
-        new = max(old + 1, secrets.randbits(61))
+        new = max(old + 1, least, _fresh_epoch())
         name = self._names.epoch
         reply = self._ask(name, [b"SET", name, b"%d" % new, b"PX", b"%d" % max(_EPOCH_TTL_MS, 4 * self._ttl_ms)])
         if reply != b"OK":

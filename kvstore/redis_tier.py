@@ -21,15 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allocator.errors import ConfigError, TierError
+from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.frame import FrameFault
-from kvstore.frame_build import build_joined_header
 from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
-from kvstore.redis_frames import FrameSink, KeyNames, Specs, joined_checksum
+from kvstore.redis_epoch import SharedEpoch
+from kvstore.redis_frames import Forms, FrameSink, KeyNames, header_of
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
 from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Wire
@@ -44,13 +45,18 @@ _OUR_SECRET_MATTER = (FrameFault.NO_SECRET, FrameFault.UNSIGNED)  # others may r
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory."""
+    """value_limit_bytes: larger copies are TOO_LARGE; keep it well below the server's maxmemory.
+
+    epoch_seconds: for so long the epoch counts after it was read, and so long a reset waits for others to notice.
+    """
 
     links: LinkOptions = field(default_factory=LinkOptions)
     value_limit_bytes: int = 64 << 20
     lookup_deadline_seconds: float = 1.0
+    epoch_seconds: float = 1.0
     lookup_executor: Executor | None = None  # None: the tier's own, behind its transfers
     entries: int = 1 << 18  # beliefs kept, about 400 bytes each
+    zstd_level: int = 0  # copies are packed at this level, where that makes them smaller; 0: never
 
 
 class RedisTier(QueuedTier):
@@ -78,7 +84,8 @@ class RedisTier(QueuedTier):
         self._options = options
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
-        self._spec_of = Specs(spec_of).of
+        self._packer = Packer(options.zstd_level, secret) if options.zstd_level else None
+        self._form_of = Forms(spec_of).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))
         self._names = KeyNames(self.address.namespace)
         self.links = Links(self.address, options.links)
@@ -90,6 +97,7 @@ class RedisTier(QueuedTier):
         self._wanted: list[CopyKey] = []
         self._is_surveyed = not capacity_bytes
         self._generation = 0
+        self._epoch = SharedEpoch(self.space, options.epoch_seconds, options.links.clock, self._wake)
 
     # the contract ----------------------------------------------------------------------------------------------------
 
@@ -159,15 +167,15 @@ class RedisTier(QueuedTier):
     # for operators and resets ----------------------------------------------------------------------------------------
 
     def read_epoch(self) -> int:
-        """The namespace's epoch, made when there is none. Waits for the server; TierError when it cannot be reached."""
-        return self.space.read_epoch()
+        return self._epoch.read()
 
-    def raise_epoch(self) -> int:
-        """A new epoch for every process that shares the namespace. Waits for the server, as read_epoch."""
-        return self.space.raise_epoch()
+    def raise_epoch(self, least: int = 0) -> int:
+        return self._epoch.rise(least)
+
+    def seen_epoch(self) -> int | None:
+        return self._epoch.seen(lambda task: self._background(task, self._lookups))
 
     def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
-        """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
         self.space.describe(root, description)
 
     # hooks -----------------------------------------------------------------------------------------------------------
@@ -182,11 +190,11 @@ class RedisTier(QueuedTier):
         generation = self._generation
         results: dict[CopyKey, ResultCode] = {}
         fresh: list[Job] = []
-        known = [job.key for job in jobs if self._ledger.holds(job.key)]
-        still = self._renew([*self._ledger.touch(known)]) if known else {}
+        still = self._renew([job.key for job in jobs if self._ledger.holds(job.key)])
         for job in {job.key: job for job in jobs}.values():
-            if job.key in known and still.get(job.key, True):
-                results[job.key] = ResultCode.OK
+            reply = still.get(job.key, 0)
+            if reply != 0:  # believed in: there, or nobody can say
+                results[job.key] = ResultCode.OK if reply == 1 else self._failure(reply)
             elif not job.size_bytes:
                 results[job.key] = ResultCode.FAILED
                 self._count("empty_payload")
@@ -206,7 +214,7 @@ class RedisTier(QueuedTier):
                 items = []
                 for order in window:  # new ones: this may be the second try
                     job = order.item
-                    sink = FrameSink(job, self._spec_of(job.key, job.size_bytes), self._secret)
+                    sink = FrameSink(job, self._form_of(job), self._secret)
                     sinks[id(order)] = sink
                     items.append((order.name, sink))
                 return wire.get(items, self._ttl_ms, node.has_getex, asking)
@@ -256,8 +264,9 @@ class RedisTier(QueuedTier):
             self._survey()
         limit = self._ledger.capacity_bytes or sys.maxsize
         for job in jobs:
-            spec = self._spec_of(job.key, job.size_bytes)
-            size = spec.frame_bytes(1) + _NAME_BYTES
+            form = self._form_of(job)
+            packed = None if self._packer is None else self._packer.pack(form.spec_of(job.key), job.rows)
+            size = (form.stamp.header_bytes + job.size_bytes if packed is None else len(packed)) + _NAME_BYTES
             if size > min(limit, self._value_limit_bytes):
                 results[job.key] = ResultCode.TOO_LARGE
                 continue
@@ -274,9 +283,9 @@ class RedisTier(QueuedTier):
                 if not self._ledger.reserve(size):
                     results[job.key] = ResultCode.FULL
                     continue
-                orders.append(Order(self._names.of(job.key), size, (job, spec)))
+                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
             else:
-                orders.append(Order(self._names.of(job.key), size, (job, spec)))
+                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
         return results | self._send(transfer, orders, generation)
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
@@ -300,9 +309,9 @@ class RedisTier(QueuedTier):
         return results
 
     def _put_order(self, order: Order) -> PutOrder:
-        job, spec = order.item
-        header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
-        return order.name, [header, *job.rows], order.size_bytes - _NAME_BYTES
+        job, form, packed = order.item
+        pieces = [header_of(job, form, self._secret), *job.rows] if packed is None else [packed]
+        return order.name, pieces, order.size_bytes - _NAME_BYTES
 
     def _survey(self) -> None:
         """Count what an earlier life of this process left; what is over the cap goes. TierError: try again later."""
@@ -329,8 +338,8 @@ class RedisTier(QueuedTier):
         _command(self.links, orders, lambda order: [b"UNLINK", order.name])
         return {order.item: isinstance(order.reply, int) for order in orders}
 
-    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, bool]:
-        """Set times to live anew; False where the server says that a copy is gone."""
+    def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, Reply | Lost]:
+        """Set times to live anew; 1 where a copy is there, 0 where it is gone."""
         orders = [Order(self._names.of(key), 0, key) for key in keys]
         _command(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
         for order in orders:
@@ -338,7 +347,7 @@ class RedisTier(QueuedTier):
                 self._ledger.renewed(order.item)
             elif order.reply == 0:
                 self._ledger.missed(order.item)
-        return {order.item: order.reply != 0 for order in orders}
+        return {order.item: order.reply for order in orders}
 
     def _look_up(self) -> None:
         with self._wanted_lock:
@@ -350,6 +359,13 @@ class RedisTier(QueuedTier):
             self._ledger.answer(order.item, int(order.reply) + _NAME_BYTES if there else None)  # type: ignore[arg-type]
             if isinstance(order.reply, Lost | ErrorReply):
                 self._count("lookup_failed")
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something that was asked for in the background is known now."""
+        waker = self._waker
+        if waker is not None:
+            waker()
 
     def _failure(self, reply: Reply | Lost) -> ResultCode:
         if isinstance(reply, Lost):

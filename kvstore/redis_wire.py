@@ -35,8 +35,10 @@ _LONGEST_LINE_BYTES = 1024
 _LONGEST_BULK_BYTES = 1 << 20  # of a reply that is not a value for a sink
 _MOST_ELEMENTS = 1 << 16
 _DEEPEST = 4
+_MOST_SKIPPED_BYTES = 64 << 20  # of a small command's reply
 _DRAIN_BYTES = 4 << 20  # more than this to skip: dropping the connection is cheaper
 _MOST_BUFFERS = 1000  # of one sendmsg; the system's limit is 1,024
+_AHEAD_BYTES = 4 << 20  # of values asked for and not read: the server holds as much, and never waits for us to ask
 _SEND_BYTES = 256 << 10  # small values are sent together, large ones as soon as their checksum is known
 _SLOWEST_BYTES_PER_SECOND = 16e6  # a batch may take the timeout and its bytes at this rate
 
@@ -125,16 +127,25 @@ class DirectWire:
         ttl = b"%d" % ttl_ms
         before = ASKING if asking else b""
         if getex:
-            sent = [before + encode([b"GETEX", key, b"PX", ttl]) for key, _ in items]
+            head, end = before + b"*4\r\n" + bulk(b"GETEX"), bulk(b"PX") + bulk(ttl)
+            sent = [b"%b%b%b" % (head, bulk(key), end) for key, _ in items]
         else:
             sent = [before + encode([b"GET", key]) + before + encode([b"PEXPIRE", key, ttl]) for key, _ in items]
-        self._send([b"".join(sent)])
         replies: list[Reply] = []
-        for _, sink in items:
+        asked = under_way_bytes = 0
+        for place, (_, sink) in enumerate(items):
+            if under_way_bytes <= _AHEAD_BYTES // 2:
+                start = asked
+                while asked < len(items) and (asked == place or under_way_bytes < _AHEAD_BYTES):
+                    under_way_bytes += items[asked][1].size_bytes
+                    asked += 1
+                if asked > start:
+                    self._send([b"".join(sent[start:asked])])
             self._skip_asking(asking)
             replies.append(self._value(sink))
             if not getex:
                 self._answer(asking)
+            under_way_bytes -= sink.size_bytes
         return replies
 
     def call(self, commands: Sequence[Sequence[bytes]], asking: bool = False) -> list[Reply]:
@@ -299,8 +310,8 @@ class DirectWire:
             self._end_of_bulk()
         return length
 
-    def _drain(self, left: int) -> None:
-        if left > _DRAIN_BYTES:
+    def _drain(self, left: int, limit: int = _DRAIN_BYTES) -> None:
+        if left > limit:
             raise WireError("value_refused", f"{left} bytes that nobody wants")
         scratch = memoryview(bytearray(min(left, 1 << 16)))
         while left:
@@ -329,8 +340,10 @@ class DirectWire:
             length = _number(line)
             if length < 0:
                 return None
-            if length > _LONGEST_BULK_BYTES:
-                raise WireError("out_of_step", f"a reply of {length} bytes")
+            if length > _LONGEST_BULK_BYTES:  # a name that somebody else made: nobody wants it, the rest goes on
+                self._drain(length, _MOST_SKIPPED_BYTES)
+                self._end_of_bulk()
+                return error_reply(f"TOOLONG a reply of {length} bytes")
             value = bytearray(length)
             self._fill(memoryview(value))
             self._end_of_bulk()

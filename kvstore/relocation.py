@@ -19,12 +19,9 @@ from allocator import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from kvstore.admission import Admitter
-    from kvstore.arrival import Arrivals
+    from kvstore.assembly import Parts
     from kvstore.identity import HashChain
-    from kvstore.metrics import StoreMetrics
     from kvstore.sequence import Sequence
-    from kvstore.upkeep import Upkeep
 
 _PROMOTED_BLOCKS = 256  # at most by one call
 _OWN_PREFIX = "\x00promote "  # no caller's id begins so: ids are printable text
@@ -39,18 +36,12 @@ class Relocation:
     """sequences: the store's live ones by id. release: gives a sequence's references back and forgets it."""
 
     def __init__(
-        self,
-        admitter: Admitter,
-        arrivals: Arrivals,
-        upkeep: Upkeep,
-        metrics: StoreMetrics,
-        sequences: MutableMapping[str, Sequence],
-        release: Callable[[Sequence], None],
+        self, parts: Parts, sequences: MutableMapping[str, Sequence], release: Callable[[Sequence], None]
     ) -> None:
-        self._admitter = admitter
-        self._arrivals = arrivals
-        self._upkeep = upkeep
-        self._metrics = metrics
+        self._admitter = parts.admitter
+        self._arrivals = parts.arrivals
+        self._upkeep = parts.upkeep
+        self._metrics = parts.metrics
         self._sequences = sequences
         self._release = release
         self._numbers = itertools.count(1)

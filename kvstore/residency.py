@@ -16,13 +16,13 @@ from allocator import COLD, FULL, GroupKind
 from allocator.prefix_index import window_first_block
 from kvstore.arguments import truth
 from kvstore.sequence import HitReason
-from kvstore.tier import CopyKey
+from kvstore.tier import CopyKey, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from allocator import BlockPool, KVGeometry, PrefixIndex
-    from kvstore.tier import Tier
+    from kvstore.costs import Stretch
 
 _PROBE_BLOCKS = 32  # positions asked of a tier at once: long enough to amortise, short enough to stop early
 
@@ -48,6 +48,7 @@ class GroupPlan:
     ids: list[int]
     copies: dict[int, LowerCopy] = field(default_factory=dict)
     lossy_at: int | None = None  # first position whose only readable copy is lossy
+    pending: bool = False  # a tier is still looking for what would make it longer
 
     def note_lossy(self, position: int) -> None:
         if self.lossy_at is None or position < self.lossy_at:
@@ -65,9 +66,17 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class HitPlan:
+    """pending: it may grow, a tier is still looking.
+
+    stretches: what lies below the device, of which the first `loaded_stretches` are worth loading and in the plan.
+    """
+
     blocks: int
     groups: list[GroupPlan]
     reason: HitReason | None
+    pending: bool = False
+    stretches: Sequence[Stretch] = ()
+    loaded_stretches: int = 0
 
     @property
     def lossy_at(self) -> int | None:
@@ -85,7 +94,8 @@ class Residency:
         """cold: (name, parameters) of the codec of INT4 copies, None when every copy is raw."""
         self._geometry = geometry
         self._pool = pool
-        self._tiers = tuple(tiers)
+        self.tiers = tuple(tiers)
+        self._slow_tiers = tuple(tier for tier in tiers if type(tier).pending_count is not Tier.pending_count)
         self._cold = cold
         self._block_tokens = geometry.block_tokens
         kinds = [group.kind for group in geometry.groups]
@@ -116,20 +126,23 @@ class Residency:
         truth("exact", exact)  # here, since every way to look something up comes by
         found: dict[int, GroupPlan] = {}
         blocks = len(hashes)
+        pending = False
         for group in self._prefix_groups:
             found[group] = self._leading_run(root, group, hashes[:blocks], exact)
-            blocks = min(blocks, len(found[group].ids))
+            if len(found[group].ids) < blocks:
+                blocks, pending = len(found[group].ids), found[group].pending
         prefix_blocks = blocks
         while blocks:
             before = blocks
             for group in self._window_groups:
                 blocks, found[group] = self._window_run(root, group, hashes, blocks, exact)
+                pending = pending or found[group].pending
             if blocks == before:
                 break
         for plan in found.values():  # a window group may have been planned for a longer hit than the last one allows
             plan.cut(blocks)
         plans = [found.get(group, GroupPlan(0, [])) for group in range(len(self._geometry.groups))]
-        return HitPlan(blocks, plans, self._reason(root, hashes, exact, blocks, prefix_blocks))
+        return HitPlan(blocks, plans, self._reason(root, hashes, exact, blocks, prefix_blocks), pending)
 
     def cut(self, plan: HitPlan, root: bytes, hashes: Sequence[bytes], exact: bool, blocks: int) -> HitPlan:
         """`plan` shortened to at most `blocks` blocks; sliding groups are planned again for the new end."""
@@ -160,9 +173,10 @@ class Residency:
         plan = GroupPlan(0, [])
         index = self._pool.index(group)
         self._extend_on_device(plan, index, hashes, exact)
-        while len(plan.ids) < len(hashes) and self._tiers:
+        probe_blocks = _PROBE_BLOCKS
+        while len(plan.ids) < len(hashes) and self.tiers:
             position = len(plan.ids)
-            probe = hashes[position : position + _PROBE_BLOCKS]
+            probe = hashes[position : position + probe_blocks]
             taken = 0
             for copy in self._lower_copies(root, group, probe, exact):
                 if copy is None or (taken and index.find(probe[taken], exact) is not None):
@@ -174,7 +188,10 @@ class Residency:
                 taken += 1
             if not taken:
                 break
+            probe_blocks *= 2
             self._extend_on_device(plan, index, hashes, exact)
+        end = len(plan.ids)
+        plan.pending = end < len(hashes) and self._is_asked(root, group, hashes[end : end + 1], exact)
         return plan
 
     def _extend_on_device(self, plan: GroupPlan, index: PrefixIndex, hashes: Sequence[bytes], exact: bool) -> None:
@@ -190,20 +207,23 @@ class Residency:
         self, root: bytes, group: int, hashes: Sequence[bytes], blocks: int, exact: bool
     ) -> tuple[int, GroupPlan]:
         """Largest n <= blocks such that all blocks covering the window before token n are there."""
+        pending = False
         while blocks:
             first = self.window_first(group, blocks * self._block_tokens)
             plan = GroupPlan(first, [])
             missing = self._fill_window(root, plan, group, hashes[first:blocks], exact)
             if missing is None:
+                plan.pending = pending
                 return blocks, plan
+            pending = pending or self._is_asked(root, group, hashes[first + missing : first + missing + 1], exact)
             blocks = first + missing
-        return 0, GroupPlan(0, [])
+        return 0, GroupPlan(0, [], pending=pending)
 
     def _fill_window(
         self, root: bytes, plan: GroupPlan, group: int, hashes: Sequence[bytes], exact: bool
     ) -> int | None:
         """Fill `plan` for `hashes`; the index of the LAST block that is nowhere, or None when all are found."""
-        lower = self._lower_copies(root, group, hashes, exact) if self._tiers else [None] * len(hashes)
+        lower = self._lower_copies(root, group, hashes, exact) if self.tiers else [None] * len(hashes)
         missing = None
         index = self._pool.index(group)
         for offset, block_hash in enumerate(hashes):
@@ -222,14 +242,25 @@ class Residency:
             plan.ids.append(-1 if block_id is None else block_id)
         return missing
 
-    def _lower_copies(self, root: bytes, group: int, hashes: Sequence[bytes], exact: bool) -> list[LowerCopy | None]:
+    def _is_asked(self, root: bytes, group: int, hashes: Sequence[bytes], exact: bool) -> bool:
+        """Whether a tier is still looking for a readable copy of one of these blocks, found nowhere yet."""
+        return any(
+            tier.pending_count(self.copy_key(root, group, hashes[0], form, exactly).with_hashes(hashes))
+            for tier in self._slow_tiers
+            for form, exactly in self._kinds(exact)
+        )
+
+    def _kinds(self, exact: bool) -> list[tuple[int, bool]]:
+        """Slot form and exactness of the copies that a reader may take, best first."""
         kinds = [(FULL, True)] if exact else [(FULL, True), (COLD, True), (FULL, False), (COLD, False)]
-        if self._cold is None:
-            kinds = [kind for kind in kinds if kind[0] == FULL]
+        return kinds if self._cold is not None else [kind for kind in kinds if kind[0] == FULL]
+
+    def _lower_copies(self, root: bytes, group: int, hashes: Sequence[bytes], exact: bool) -> list[LowerCopy | None]:
+        kinds = self._kinds(exact)
         best: list[LowerCopy | None] = [None] * len(hashes)
         if not hashes:
             return best
-        for tier in self._tiers:
+        for tier in self.tiers:
             for form, exactly in kinds:
                 open_positions = [index for index, copy in enumerate(best) if copy is None]
                 if not open_positions:

@@ -44,6 +44,7 @@ class Hit:
     by_tier: tokens by the tier they would come from ("device", or a tier's name).
     reason: None when tokens > 0, else why not.
     needed_tokens: the shortest prompt that could hit at all.
+    pending: a slow tier is still looking for more: ask again, after the next step.
     """
 
     tokens: int
@@ -51,8 +52,11 @@ class Hit:
     by_tier: Mapping[str, int]
     reason: HitReason | None
     needed_tokens: int
+    pending: bool = False
 
     def explain(self) -> str:
+        if self.pending:
+            return f"{self.tokens} tokens reusable so far; a tier is still being asked for more"
         if self.reason is None:
             parts = ", ".join(f"{count} from {tier}" for tier, count in self.by_tier.items())
             return f"{self.tokens} tokens reusable ({parts})"
@@ -63,12 +67,17 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """reused_tokens are ready on the device now; pending_tokens become ready once `fetch` says so."""
+    """reused_tokens are ready on the device now; pending_tokens become ready once `fetch` says so.
+
+    ask_again: nothing was admitted, since a slow tier is still looking the prompt up; admit again after the next step.
+    Said for at most `fetch_deadline_seconds` from the first question about a prompt.
+    """
 
     sequence_id: str
     reused_tokens: int
     pending_tokens: int
-    by_tier: Mapping[str, int]
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    ask_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +99,12 @@ class Lease:
     active: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingCopy:
-    """One block of a sequence that is being fetched from a lower tier into a device block."""
+    """One block that is being fetched from a lower tier into a device block, for all sequences that wait for it.
+
+    Same hash, same chain before it: its position is the same in each of them.
+    """
 
     group: int
     position: int  # index of the block in its table
@@ -102,6 +114,7 @@ class PendingCopy:
     form: int
     tier: str
     outcome: bool | None = None  # None while in flight
+    waiters: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

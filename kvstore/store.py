@@ -19,8 +19,10 @@ from kvstore.arguments import check_hashes, check_spare_blocks, check_store_argu
 from kvstore.assembly import assemble
 from kvstore.closing import DRAIN_SECONDS, close_parts
 from kvstore.config import KVStoreConfig
+from kvstore.epochs import Epochs
 from kvstore.operations import state_kernel_paths
 from kvstore.prompts import Prompts
+from kvstore.questions import Questions
 from kvstore.relocation import Relocation, is_promotion
 from kvstore.sequence import RUNNING, Admission, FetchState, Hit, Lease, Sequence, SequenceState
 from kvstore.store_checks import check_store
@@ -79,11 +81,10 @@ class KVStore:
         self.cold_codec = parts.cold_codec
         self._parts = parts
         self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
-        self._arrivals = parts.arrivals
-        self._relocation = Relocation(
-            parts.admitter, parts.arrivals, parts.upkeep, parts.metrics, self._sequences, self._release
-        )
+        self._relocation = Relocation(parts, self._sequences, self._release)
         self.events = parts.announcer.events
+        self._questions = Questions(parts.admitter, self.config.fetch_deadline_seconds)
+        self._epochs = Epochs(parts, self._prompts, self._sequences, self._lock)
         self.metrics.before_reading = self._state_gauges
 
     # -- what others may look at --------------------------------------------------------------------------------
@@ -145,19 +146,22 @@ class KVStore:
     ) -> Hit:
         """The longest reusable prefix of `token_ids`, by tier. Changes nothing: repeat it as often as you like.
 
+        Never waits: a hit is `pending` while a slow tier is still looking, and may be larger after the next step.
         exact: only raw copies of exactly computed blocks count. identity: another adapter, tenant or salt than
         the store's own. Raises UsageError on token ids outside 0..2**32-1 and on an empty prompt.
         """
+        self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, media, identity)
         return self.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact)
 
     def lookup_hashes(self, root: bytes, hashes: Items[bytes], token_count: int, *, exact: bool = False) -> Hit:
         """`lookup` for a caller that has the block hashes already (hash of each full block, in order)."""
         check_hashes(hashes, token_count, self.geometry.block_tokens)
+        is_fresh = self._epochs.keep_up()
         with self._lock:
             self._check_open()
             usable = self._admitter.usable_hashes(hashes, token_count, None)
-            return self._admitter.hit(self._admitter.find(root, usable, exact))
+            return self._questions.hit(root, usable, exact, is_fresh, self._clock())
 
     def pin(
         self,
@@ -214,7 +218,7 @@ class KVStore:
         private_from: int | None = None,
         spare_blocks: Items[int] = (),
     ) -> Admission:
-        """Begin a sequence: share what is there, start fetching what lies lower.
+        """Begin a sequence: share what is there, start fetching what lies lower. `ask_again`: not yet, see Admission.
 
         exact: only what reads as full precision is shared, and none of the sequence's blocks ever cools.
         lease: given back once the sequence has references of its own; one that has ended is a miss, not an error.
@@ -225,6 +229,7 @@ class KVStore:
         LeaseError for another store's lease, UsageError for bad token ids and counts.
         """
         text_id("sequence_id", sequence_id)
+        is_fresh = self._epochs.keep_up()
         chain = self._prompts.chain(token_ids, media, identity)
         token_count = chain.token_count
         prompt_tokens = token_count if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, 0, token_count)
@@ -243,13 +248,16 @@ class KVStore:
             )
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
+            if self._questions.is_open(plan, hashes, exact, is_fresh, self._clock()):
+                return Admission(sequence_id, 0, 0, ask_again=True)
             self._admitter.build_tables(sequence, plan, token_count, spare_blocks)
             self._sequences[sequence_id] = sequence
+            self._admitter.note_choice(plan)
             self._parts.leases.take_over(lease)
             if sequence.pending:
-                self._admitter.start_fetch(sequence, plan, self._arrivals.fetched, self._clock())
+                self._admitter.start_fetch(sequence, plan, self._parts.arrivals.fetched, self._clock())
             else:
-                self._arrivals.ready(sequence, plan.blocks, {})
+                self._parts.arrivals.ready(sequence, plan.blocks, {})
             return self._admitter.admission(sequence, plan)
 
     def fetch(self, sequence_id: str) -> FetchState:
@@ -356,12 +364,13 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
+        if sequence.pending:
+            self._upkeep.mover.fetcher.leave(sequence)
         self._growth.release(sequence)
-
-    # -- upkeep -------------------------------------------------------------------------------------------------
 
     def step(self, now: float | None = None) -> StepReport:
         """Bring back finished transfers, then start a bounded amount of cooling and spilling. Never waits."""
+        self._epochs.keep_up()
         with self._lock:
             self._check_open()
             now = self._clock() if now is None else now
@@ -372,9 +381,10 @@ class KVStore:
             return self._upkeep.step(now)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
+        """Block until a transfer or a lookup has ended or the time is up; for idle loops. Then call `step`."""
         with self._lock:
-            if self._closed or not self._upkeep.mover.is_moving:
+            waits = self._upkeep.mover.is_moving or self._questions.any_open(self._clock())
+            if self._closed or not waits:
                 return False
         return self._arrived.wait(timeout_seconds)
 
@@ -384,23 +394,17 @@ class KVStore:
 
     def _state_gauges(self) -> None:
         with self._lock:
-            state_gauges(self.metrics, self.usage(), self._upkeep, self.tiers)
+            state_gauges(self.metrics, self.usage(), self._upkeep, self.tiers, self._parts.costs)
         state_kernel_paths(self.metrics, self._device)
 
     def reset(self) -> None:
-        """The weights changed in place: nothing stored before is ever served again.
+        """The weights changed in place: nothing stored before is ever served again, here or by others on our tiers.
 
-        Raises the epoch, drops idle blocks and empties every tier. Live sequences go on, but name nothing any more.
+        Waits for the tiers, and for other processes that share one to notice. Live sequences go on, and name nothing.
         Raises TierError when a tier cannot be reached; the epoch is raised all the same, so that even its copies miss.
         """
-        with self._lock:
-            self._check_open()
-            epoch = self._prompts.raise_epoch()
-            for sequence in self._sequences.values():
-                sequence.shared = False
-            self.pool.forget_names()
-            self.events.begin_epoch(epoch)
-            self._upkeep.clear()
+        self._check_open()
+        self._epochs.reset()
 
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""
@@ -426,12 +430,9 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
     def _sequence(self, sequence_id: str) -> Sequence:
         self._check_open()
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
+        if (sequence := self._sequences.get(sequence_id)) is None:
             raise UnknownSequence(f"no live sequence {sequence_id!r}: never admitted, or finished, aborted, preempted")
         return sequence
 

@@ -12,15 +12,16 @@ checks them):
 - used_bytes never exceeds capacity_bytes, at any moment.
 - cancel() ends a transfer early: keys not yet done are CANCELLED; the one Completion still comes.
 
-Calls come from the thread that holds the store's lock, or from one thread; results are made on the executor. A tier's
-own lock guards its index only and is never held while bytes are copied.
+Calls come from the thread that holds the store's lock, or from one thread, save clear and the calls about epochs, which
+may come beside them; results are made on the executor. A tier's own lock guards its index only and is never held while
+bytes are copied.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -192,6 +193,27 @@ class Tier(ABC):
     def pending_count(self, keys: Sequence[CopyKey]) -> int:
         """How many of them this tier is still looking up, so that `contains` may say more soon; 0: it knows at once."""
         return 0
+
+    def read_epoch(self) -> int:
+        """The epoch kept here, 0 where none is. May wait; TierError when it cannot be had."""
+        return 0
+
+    def raise_epoch(self, least: int) -> int:
+        """Keep an epoch larger than any before here and at least `least`; which one. May wait; TierError as above.
+
+        A tier that others share returns once they can have noticed.
+        """
+        return least
+
+    def seen_epoch(self) -> int | None:
+        """The epoch as last read here; None while that is too long ago to count. Never waits, but has it read anew."""
+        return 0
+
+    def follow_epoch(self, epoch: int) -> None:  # noqa: B027 - a tier that is shared knows already
+        """An epoch began elsewhere: remember it, and let old copies go. Never waits; what fails is counted."""
+
+    def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:  # noqa: B027 - most have no place for it
+        """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
 
     @property
     def orphan_count(self) -> int:

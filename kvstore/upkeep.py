@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allocator import COLD, FULL, TierError
+from allocator import COLD, FULL
 from kvstore.spill_queue import Waiting
 from kvstore.tier_admission import Candidate, Cause
 
@@ -109,21 +109,10 @@ class Upkeep:
             for block_id in ids:
                 self._names.pop(block_id, None)
 
-    def clear(self) -> None:
-        """For a reset: no block keeps a name under which it could be copied down, and every tier is emptied.
-
-        Raises TierError when a tier cannot be reached, after all have been tried.
-        """
+    def forget_all(self) -> None:
+        """For a reset: no block keeps a name under which it could be copied down, and nothing more is on its way."""
         self._names.clear()
         self.writes.clear("reset")
-        failures = []
-        for tier in self.tiers:
-            try:
-                tier.clear()
-            except TierError as error:
-                failures.append(f"{tier.name}: {error}")
-        if failures:
-            raise TierError("reset did not reach every tier: " + "; ".join(failures))
 
     def note_shortage(self, group: int) -> None:
         self._starved = group
@@ -233,7 +222,7 @@ class Upkeep:
 
     def step(self, now: float) -> StepReport:
         before = self.drain(now)
-        self.mover.expire(now, self.config.fetch_deadline_seconds)
+        self.mover.fetcher.expire(now, self.config.fetch_deadline_seconds)
         moved = self._compact()
         self.mover.start_cool(self.config.cool_blocks_per_step)
         for group in range(len(self.geometry.groups)):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
     from allocator import BlockPool, KVGeometry
+    from kvstore.costs import CostModel
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import Sequence
     from kvstore.tier import Tier
@@ -75,7 +76,9 @@ def measure(geometry: KVGeometry, pool: BlockPool, sequences: Items[Sequence]) -
     )
 
 
-def state_gauges(metrics: StoreMetrics, usage: StoreUsage, upkeep: Upkeep, tiers: Items[Tier]) -> None:
+def state_gauges(
+    metrics: StoreMetrics, usage: StoreUsage, upkeep: Upkeep, tiers: Items[Tier], costs: CostModel
+) -> None:
     """Set every gauge of a store to what holds now, and what tiers count themselves."""
     for name, class_bytes in usage.bytes_by_class.items():
         metrics.set("class_bytes", class_bytes, **{"class": name})
@@ -87,6 +90,10 @@ def state_gauges(metrics: StoreMetrics, usage: StoreUsage, upkeep: Upkeep, tiers
         metrics.set("tier_capacity_bytes", tier.capacity_bytes, tier=tier.name)
         metrics.set("orphaned_copies", tier.orphan_count, tier=tier.name)
         metrics.raise_to("evicted_blocks", tier.counters().get("evicted", 0), tier=tier.name, cause="room")
+    for name, cost in costs.estimates().items():
+        metrics.set("load_latency_seconds", cost.latency_seconds, tier=name)
+        metrics.set("load_bytes_per_second", cost.bytes_per_second, tier=name)
+    metrics.set("prefill_tokens_per_second", costs.prefill_tokens_per_second)
     metrics.set("resident_tokens", usage.resident_tokens)
     metrics.set("waste_fraction", usage.waste_fraction)
     metrics.set("sequences", usage.live_sequences)

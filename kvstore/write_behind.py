@@ -93,6 +93,9 @@ class WriteBehind:
     def under_way_blocks(self) -> int:
         return sum(queue.under_way_blocks for queue in self._queues)
 
+    def under_way_bytes(self, tier: str) -> int:
+        return sum(copy.size_bytes for put in self._puts.values() if put.queue.tier.name == tier for copy in put.copies)
+
     @property
     def waiting_blocks(self) -> int:
         return sum(queue.waiting_blocks for queue in self._queues)

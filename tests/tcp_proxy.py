@@ -1,15 +1,17 @@
-"""A proxy between a client and a real server that cuts, or stalls, the server's bytes at an exact place."""
+"""A proxy between a client and a real server that cuts, stalls or slows the server's bytes at an exact place."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 
 
 class CuttingProxy:
     """Forwards both ways. `arm(n)`: of what the server sends from now on, n bytes pass, then the connection is cut, or
-    (`stall`) nothing more comes until the client goes away. Disarmed by it, so the next connection works.
+    (`stall`) nothing more comes until the client goes away, or (`drip_seconds`) the rest of what was sent at once comes
+    a byte each so many seconds. Disarmed by it, so the next connection works.
     """
 
     def __init__(self, target_port: int) -> None:
@@ -19,15 +21,17 @@ class CuttingProxy:
         self._lock = threading.Lock()
         self._left: int | None = None
         self._stalls = False
+        self._drip_seconds = 0.0
         self._again: list[int] = []
         self.cut_count = 0
         self.forwarded_bytes = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def arm(self, byte_count: int, *, stall: bool = False, times: int = 1) -> None:
+    def arm(self, byte_count: int, *, stall: bool = False, drip_seconds: float = 0.0, times: int = 1) -> None:
         """times: how many connections in turn are cut after as many bytes (of their handshake, too)."""
         with self._lock:
             self._left, self._stalls, self._again = byte_count, stall, [byte_count] * (times - 1)
+            self._drip_seconds = drip_seconds
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -65,7 +69,12 @@ class CuttingProxy:
                             self._left = self._again.pop() if self._again else None
                     self.cut_count += ends
                     self.forwarded_bytes += len(passes) if is_reply else 0
+                    drip_seconds = self._drip_seconds if ends else 0.0
                 sink.sendall(passes)
+                if drip_seconds:
+                    for place in range(len(passes), len(part)):
+                        time.sleep(drip_seconds)
+                        sink.sendall(part[place : place + 1])
                 if stalls:
                     while source.recv(1 << 16):  # until the other direction closes it
                         pass

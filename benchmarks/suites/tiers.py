@@ -48,8 +48,9 @@ def rows(options: Options) -> Iterator[Row]:
             yield from _restore_rows(options, Path(with_directory), name, block_tokens)
     finally:
         shutil.rmtree(with_directory, ignore_errors=True)
-    if importlib.util.find_spec("benchmarks.suites.tiers_redis") is not None:
-        yield from importlib.import_module("benchmarks.suites.tiers_redis").rows(options)
+    for beside in ("tiers_redis", "tiers_step"):
+        if importlib.util.find_spec(f"benchmarks.suites.{beside}") is not None:
+            yield from importlib.import_module(f"benchmarks.suites.{beside}").rows(options)
 
 
 def _tiers(directory: Path, budget_bytes: int, size_bytes: int) -> Iterator[tuple[str, Tier]]:

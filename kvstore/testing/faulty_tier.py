@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -202,6 +202,24 @@ class FaultyTier(Tier):
 
     def clear(self) -> None:
         self.inner.clear()
+
+    def pending_count(self, keys: Sequence[CopyKey]) -> int:
+        return self.inner.pending_count(keys)
+
+    def read_epoch(self) -> int:
+        return self.inner.read_epoch()
+
+    def raise_epoch(self, least: int) -> int:
+        return self.inner.raise_epoch(least)
+
+    def seen_epoch(self) -> int | None:
+        return self.inner.seen_epoch()
+
+    def follow_epoch(self, epoch: int) -> None:
+        self.inner.follow_epoch(epoch)
+
+    def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
+        self.inner.describe_root(root, description)
 
     def fading(self, count: int | None) -> list[Fading]:
         return self.inner.fading(count)

@@ -19,7 +19,7 @@ from engine_adapter.scheduler import PlannedSlice
 from kvstore import HashChain, KVStore
 from kvstore.admission import Admitter
 from kvstore.device_blocks import DeviceBlocks
-from kvstore.mover import Mover
+from kvstore.fetching import Fetcher
 from tests.engine_adapter.loop_kit import KitMaker
 from tests.engine_adapter.random_load import run_random_mix
 
@@ -60,9 +60,9 @@ def keep_tables_between_steps(patch: Patch) -> None:
 
 def load_into_the_wrong_blocks(patch: Patch) -> None:
     """What comes from the host is written to the right blocks in the wrong order (case 21)."""
-    real = Mover.start_fetch
+    real = Fetcher._submit
 
-    def crossed(self: Mover, tier: Any, copies: list[Any], *rest: Any) -> Any:
+    def crossed(self: Fetcher, tier: Any, copies: list[Any], *rest: Any) -> Any:
         forms = {(copy.group, copy.form) for copy in copies}
         for form in forms:
             alike = [copy for copy in copies if (copy.group, copy.form) == form]
@@ -71,7 +71,7 @@ def load_into_the_wrong_blocks(patch: Patch) -> None:
                 copy.key = key
         return real(self, tier, copies, *rest)
 
-    patch.setattr(Mover, "start_fetch", crossed)
+    patch.setattr(Fetcher, "_submit", crossed)
 
 
 def drop_the_window_too_early(patch: Patch) -> None:

@@ -61,7 +61,9 @@ def compute(store: KVStore, sequence_id: str, token_ids: Sequence[int], chunk: i
 
 def run_prompt(store: KVStore, sequence_id: str, token_ids: Sequence[int], **admit: object) -> int:
     """Admit, wait for the fetch, compute the rest. Returns the tokens that were reused."""
-    store.admit(sequence_id, token_ids, **admit)  # type: ignore[arg-type]
+    while store.admit(sequence_id, token_ids, **admit).ask_again:  # type: ignore[arg-type]
+        store.wait(1.0)
+        store.step()
     while not store.fetch(sequence_id).done:
         store.step()
         store.wait(1.0)

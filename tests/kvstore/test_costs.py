@@ -53,19 +53,14 @@ def test_no_measurement_makes_an_estimate_senseless(measured: list[tuple[int, fl
         assert cost.seconds(1 << 20) >= 0
 
 
-def test_a_decision_compares_and_explains() -> None:
+def test_a_busy_tier_costs_what_it_still_has_to_move() -> None:
     costs = model(latency_seconds=1e-3, bytes_per_second=1e9)
-    good = costs.decide({"host": 10_000_000}, 100)
-    assert good.load
-    assert good.load_seconds == pytest.approx(11e-3)
-    assert good.recompute_seconds == pytest.approx(0.1)
-    assert "10000000 bytes from host take 11 ms, 100 tokens 100 ms" in good.reason
-    assert not costs.decide({"host": 200_000_000}, 100).load
-    assert costs.decide({"host": 40_000_000, "disk": 40_000_000}, 100).load_seconds == pytest.approx(82e-3)
-    assert not costs.decide({"host": 10_000_000}, 100, queued_bytes=200_000_000).load
-    assert not costs.decide({}, 100).load
-    assert not costs.decide({"host": 10}, 0).load
-    assert model(always_load=True, bytes_per_second=1.0).decide({"host": 1 << 30}, 1).load
+    stretch = Stretch("host", 100, 10_000_000)  # saves 100 ms for 11 ms
+    assert costs.leading_stretches([stretch]) == 1
+    assert costs.leading_stretches([stretch], {"host": 80_000_000}) == 1
+    assert costs.leading_stretches([stretch], {"host": 95_000_000}) == 0
+    assert costs.leading_stretches([stretch, stretch], {"host": 95_000_000}) == 2, "it is waited for once"
+    assert costs.leading_stretches([stretch], {"disk": 95_000_000}) == 1
 
 
 def test_measured_prefill_speed_replaces_the_guess() -> None:
@@ -81,14 +76,20 @@ def test_measured_prefill_speed_replaces_the_guess() -> None:
 
 def test_a_tier_long_refused_is_tried_again() -> None:
     costs = model()
+    stretches = [Stretch("disk", 100, 1 << 20)]
     for _ in range(30):
         costs.observe_load("disk", 1 << 20, 60.0)
-    answers = [costs.should_load({"disk": 1 << 20}, 100) for _ in range(200)]
+    answers = []
+    for _ in range(200):
+        for _ in range(3):  # asking alone changes nothing
+            answer = costs.leading_stretches(stretches)
+        answers.append(answer)
+        costs.note_choice(stretches, answer)
     assert 1 <= sum(answers) <= 4
     assert not answers[0]
     for _ in range(8):
         costs.observe_load("disk", 1 << 20, 1e-3)
-    assert costs.should_load({"disk": 1 << 20}, 100)
+    assert costs.leading_stretches(stretches) == 1
 
 
 def test_the_best_cut_of_a_run_is_found() -> None:

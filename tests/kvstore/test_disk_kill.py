@@ -18,7 +18,7 @@ WRITER = """
     from kvstore.disk_tier import DiskTier
     from kvstore.testing.transfer_contract import key_of, payload_of
     from tests.kvstore.disk_kit import size_of
-    tier = DiskTier(sys.argv[1], int(sys.argv[2]))
+    tier = DiskTier(sys.argv[1], int(sys.argv[2]), sync=(sys.argv[4:] or ["none"])[0])
     number = int(sys.argv[3])
     print("go", flush=True)
     while True:
@@ -33,19 +33,19 @@ WRITER = """
 """
 
 
-def killed_rounds(directory: Path, rounds: int, seed: int) -> None:
+def killed_rounds(directory: Path, rounds: int, seed: int, sync: str = "none") -> None:
     draw = random.Random(seed)
     survived = 0
     for turn in range(rounds):
         first = 100_000 * turn
-        writer = program(WRITER, directory, CAPACITY, first)
+        writer = program(WRITER, directory, CAPACITY, first, sync)
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"go\n"
         time.sleep(draw.random() * 0.15)
         writer.kill()
         lines = writer.communicate(timeout=60)[0].split()
         last = int(lines[-1]) if lines else None
-        tier = DiskTier(directory, CAPACITY)
+        tier = DiskTier(directory, CAPACITY, sync=sync)
         assert tier.file_bytes <= CAPACITY
         tier.check_invariants()
         counts = tier.counters()

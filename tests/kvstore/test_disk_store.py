@@ -50,6 +50,19 @@ def test_a_second_start_reuses_what_the_first_stored(
     check_bytes(store, "second", PROMPT)
 
 
+def test_packed_copies_are_reused_and_take_less_room(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
+    used = {}
+    for level in (0, 1):
+        settings = {"geometry": full_geometry("bfloat16"), "load_always": True, "zstd_level": level}
+        directory = tmp_path / str(level)
+        stored_once(make_store, directory, **settings)
+        store = make_store(blocks=24, disk_path=str(directory), disk_bytes="8 MiB", share=True, **settings)
+        used[level] = store.tiers[-1].used_bytes
+        assert run_prompt(store, "second", PROMPT) == 8 * B
+        check_bytes(store, "second", PROMPT)
+    assert used[1] < 0.8 * used[0]
+
+
 def test_other_weights_find_nothing(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
     stored_once(make_store, tmp_path, load_always=True)
     other = Identity(model="toy", weights="w1", geometry=full_geometry())

@@ -118,6 +118,19 @@ def test_case_041_one_value_a_block_and_broken_ones_go() -> None:
         assert tier.contains(keys) == [False] * 5 + [True]
 
 
+def test_a_huge_name_in_the_namespace_does_not_block_a_reset() -> None:
+    patient = options(timeout_seconds=5.0)
+    with Server() as server, remote_tier(server.unix_url, options=patient) as tier, server.client() as client:
+        assert put(tier, [key_of(1)]) == [OK]
+        client.set(f"{tier.address.namespace}:" + "x" * 3_000_000, "x")
+        tracemalloc.start()
+        tier.clear()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1_000_000
+        assert get(tier, [key_of(1)]) == [MISS]
+
+
 def test_every_truncation_is_a_miss() -> None:
     server, key, size = shared_server(), key_of(1), 40
     whole = frame_of(key, size=size)

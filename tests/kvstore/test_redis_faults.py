@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_a_hung_server_costs_its_timeout_once(plain: bool) -> None:
 
 
 def test_callers_never_wait_for_a_hung_server() -> None:
-    with Server() as server, remote_tier(server.url, executor=ThreadExecutor(), options=options(0.3)) as tier:
+    with Server() as server, remote_tier(server.url, executor=ThreadExecutor(), options=options(1.0)) as tier:
         assert put(tier, [key_of(1)]) == [OK]
         buffer = bytearray(SIZE_BYTES)
         with server.hung():
@@ -81,7 +82,7 @@ def test_callers_never_wait_for_a_hung_server() -> None:
                 tier.delete([key_of(5000 + number)])
                 tier.poll()
                 slowest = max(slowest, time.perf_counter() - start)
-            assert slowest < 0.1  # far below the timeout; a busy machine, not the server, is what it may wait for
+            assert slowest < 0.5  # far below the timeout; a busy machine, not the server, is what it may wait for
 
 
 def test_a_wrong_password_fails_fast_and_is_named() -> None:
@@ -238,17 +239,22 @@ def test_a_server_without_getex_is_read_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("size", [70_000, 150_000, 3_000_000])
-def test_bytes_that_change_after_a_failed_put_are_never_read_back(size: int) -> None:
-    """Pages are lent to a Unix socket: a server that wakes up later may store what has changed since."""
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_bytes_that_change_after_a_failed_put_are_never_read_back(way: str, size: int) -> None:
+    """Pages are lent to the socket: a server that wakes up later may store what has changed since."""
     key = key_of(1)
     buffer = payload_of(key, size).copy()
-    with Server() as server, remote_tier(server.unix_url, options=options(0.2)) as tier:
+    with ExitStack() as stack:
+        server = stack.enter_context(Server())
+        url = server.unix_url if way == "unix" else server.url
+        tier = stack.enter_context(remote_tier(url, options=options(0.2)))
         assert put(tier, [key_of(2)]) == [OK]
         with server.hung():
             assert ended(tier, tier.submit_put([(key, [buffer])])) == [FAILED]
             buffer[: size // 2] ^= 0xFF
         until_ok(tier, [key_of(3)])
-        assert get(tier, [key], size)[0] in (MISS, ResultCode.CORRUPT)
+        code = get(tier, [key], size)[0]  # on TCP they were copied: what was given may have arrived
+        assert code in (MISS, ResultCode.CORRUPT) or (way == "tcp" and code is OK)
         assert put(tier, [key], size) == [OK]
         assert get(tier, [key], size) == [OK]
 
@@ -261,13 +267,13 @@ def test_where_pages_cannot_be_lent_they_are_copied(monkeypatch: pytest.MonkeyPa
         return -1
 
     monkeypatch.setattr(page_pipe, "_vmsplice", lambda: refuse)
-    with remote_tier(shared_server().unix_url) as tier:
+    with remote_tier(shared_server().unix_url, options=options(5.0)) as tier:
         keys = [key_of(n) for n in range(3)]
         assert put(tier, keys, 500_000) == [OK] * 3
         assert get(tier, keys, 500_000) == [OK] * 3
     assert len(refused) == 1
     monkeypatch.setattr(page_pipe, "_vmsplice", lambda: None)
-    with remote_tier(shared_server().unix_url) as tier:
+    with remote_tier(shared_server().unix_url, options=options(5.0)) as tier:
         assert put(tier, keys, 500_000) == [OK] * 3
         assert get(tier, keys, 500_000) == [OK] * 3
     assert len(refused) == 1

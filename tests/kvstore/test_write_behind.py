@@ -11,7 +11,7 @@ from kvstore import HostTier
 from kvstore.spill_queue import QueueLimits, SpillQueue, Waiting
 from kvstore.staging import Staging
 from kvstore.testing.transfer_contract import key_of
-from tests.kvstore.driving import check_bytes, run_prompt
+from tests.kvstore.driving import check_bytes, compute, run_prompt
 from tests.kvstore.writing_kit import SLOT, B, distant, offered, prompt, serve, settle
 from tests.servers import Server
 
@@ -211,17 +211,28 @@ def test_steps_and_device_memory_are_free_while_a_real_server_hangs(make_store: 
         serve(store, "warm", prompt(90, 4))
         settle(store)
         with server.hung():
-            rounds = []
+            calls = []
             for seed in range(1, 30):
+                while True:  # told to ask again while the server is being asked; no call waits for it
+                    started = time.perf_counter()
+                    asked = store.admit("s", prompt(seed, 9)).ask_again
+                    store.step()
+                    calls.append(time.perf_counter() - started)
+                    if not asked:
+                        break
+                    store.wait(0.01)
                 started = time.perf_counter()
-                serve(store, "s", prompt(seed, 9))
+                compute(store, "s", prompt(seed, 9))
+                store.prefill_done("s")
+                store.finish("s")
+                store.step()
                 while store._parts.upkeep.mover.in_flight_blocks:  # fenced for a memcpy
                     store.step()
-                rounds.append(time.perf_counter() - started)
+                calls.append(time.perf_counter() - started)
             assert store._parts.upkeep.writes.staged_bytes <= 64 << 20
             store.check_invariants()
         # Half the server's timeout: what a busy machine may take once or twice, a wait for the server may not.
-        assert sorted(rounds)[-3] < 0.25
+        assert sorted(calls)[-3] < 0.25
         store.close()
 
 

@@ -59,7 +59,7 @@ def spill_without_fence(store: KVStore) -> None:
 def failed_copies_taken_as_good(store: KVStore) -> None:
     settle = store._admitter.settle
 
-    def trusting(sequence: Sequence) -> int:
+    def trusting(sequence: Sequence) -> Any:
         for copy in sequence.pending:
             copy.outcome = True
         return settle(sequence)
@@ -68,15 +68,15 @@ def failed_copies_taken_as_good(store: KVStore) -> None:
 
 
 def targets_shifted(store: KVStore) -> None:
-    start = store._upkeep.mover.start_fetch
+    submit = store._upkeep.mover.fetcher._submit
 
-    def shifted(tier: Any, copies: list[Any], on_done: Any, now: float) -> None:
+    def shifted(tier: Any, copies: list[Any], now: float) -> None:
         if len({copy.form for copy in copies}) == 1:
             for copy, key in zip(copies, [copy.key for copy in copies][::-1], strict=True):
                 copy.key = key
-        start(tier, copies, on_done, now)
+        submit(tier, copies, now)
 
-    store._upkeep.mover.start_fetch = shifted  # type: ignore[method-assign]
+    store._upkeep.mover.fetcher._submit = shifted  # type: ignore[method-assign]
 
 
 def copy_on_write_skipped(store: KVStore) -> None:
@@ -103,6 +103,29 @@ def exact_readers_not_held(store: KVStore) -> None:
 
         Upkeep.enqueue_cool = regardless  # type: ignore[method-assign]
         _UNDO.append(lambda: setattr(Upkeep, "enqueue_cool", original))
+
+
+def joined_without_a_reference(store: KVStore) -> None:
+    """Who waits for a block that is on its way for somebody else holds it only as long as that one does."""
+    pool, share = store.pool, store.pool.share
+
+    def careless(ids: Any) -> None:
+        share([one for one in ids if pool.hash_of(one) is not None or not pool.in_flight(one)])
+
+    pool.share = careless  # type: ignore[method-assign]
+
+
+def abort_cancels_for_all(store: KVStore) -> None:
+    """The end of one sequence gives up what others wait for, and leaves them waiting."""
+    fetcher = store._upkeep.mover.fetcher
+
+    def leave(sequence: Sequence) -> None:
+        for copy in sequence.pending:
+            fetcher._incoming.pop(copy.key, None)
+            copy.outcome = True
+        fetcher._on_settled.pop(sequence, None)
+
+    fetcher.leave = leave  # type: ignore[method-assign]
 
 
 def abort_while_loading_leaks(store: KVStore) -> None:
@@ -161,6 +184,8 @@ BUGS = [
     spill_without_fence,
     failed_copies_taken_as_good,
     targets_shifted,
+    joined_without_a_reference,
+    abort_cancels_for_all,
     copy_on_write_skipped,
     exactness_not_demanded,
     exact_readers_not_held,

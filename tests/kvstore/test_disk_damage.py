@@ -1,0 +1,142 @@
+"""A directory whose index was cut or scribbled on, and inspection beside a store that goes on writing."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from allocator.errors import TierError
+from kvstore.disk_layout import INDEX_NAME
+from kvstore.disk_reader import GONE, DiskReader
+from kvstore.disk_tier import DiskTier
+from kvstore.testing.transfer_contract import key_of
+from tests.kvstore.disk_kit import INLINE, MISS, OK, SLOT, get, only_slot_file, program, put, stored
+
+MIB = 1 << 20
+
+
+def filled(directory: Path) -> Path:
+    tier = DiskTier(directory, 8 * MIB)
+    assert set(put(tier, range(100), INLINE)) == {OK}
+    tier.close()
+    return directory / INDEX_NAME
+
+
+@pytest.mark.parametrize("fraction", [0.9, 0.5, 0.02, 0.003])
+def test_case_110_an_index_that_was_cut_off_is_begun_anew(tmp_path: Path, fraction: float) -> None:
+    """LMDB would read pages beyond the file's end: SIGBUS, so another process is asked first."""
+    index = filled(tmp_path)
+    os.truncate(index, int(index.stat().st_size * fraction))
+    text = """
+        import sys
+        from kvstore.disk_tier import DiskTier
+        tier = DiskTier(sys.argv[1], 8 << 20)
+        print(tier.copy_count, *[cause for cause in tier.counters() if "dropped" in cause], end="")
+        tier.close()
+    """
+    opener = program(text, tmp_path)
+    said = opener.communicate(timeout=60)[0].decode()
+    assert (opener.returncode, said.split()[0]) == (0, "0"), said
+    assert "index_dropped" in said
+    tier = DiskTier(tmp_path, 8 * MIB)
+    assert put(tier, range(4), INLINE) == [OK] * 4
+    assert get(tier, range(6), INLINE) == [OK] * 4 + [MISS] * 2
+    tier.close()
+
+
+def test_an_inspector_of_a_cut_index_says_so(tmp_path: Path) -> None:
+    index = filled(tmp_path)
+    os.truncate(index, 40_000)
+    with pytest.raises(TierError, match="expected at least"):
+        DiskReader(tmp_path)
+
+
+@pytest.mark.parametrize("table_root", range(4))
+def test_a_scribbled_index_page_is_no_exception_and_no_wrong_bytes(tmp_path: Path, table_root: int) -> None:
+    """Pages whose headers are no pages of LMDB: the index is begun anew; damage in values is found by checksums."""
+    index = filled(tmp_path)
+    draw = random.Random(table_root)
+    pages = index.stat().st_size // 4096
+    with index.open("r+b") as file:
+        for page in draw.sample(range(2, pages), pages // 4):
+            file.seek(4096 * page + 10)
+            file.write(b"\xff\xff")  # page flags: none that LMDB knows together
+    tier = DiskTier(tmp_path, 8 * MIB)
+    assert set(get(tier, range(100), INLINE)) <= {OK, MISS}
+    assert any(cause.startswith("index_dropped") for cause in tier.counters())
+    assert put(tier, range(200, 204), SLOT) == [OK] * 4
+    tier.check_invariants()
+    tier.close()
+
+
+def test_an_inspector_beside_a_writer_never_cries_wolf(tmp_path: Path) -> None:
+    """Slots are given to other copies while they are read: such a copy is gone, not corrupt."""
+    text = """
+        import sys
+        from kvstore.disk_tier import DiskTier
+        from tests.kvstore.disk_kit import SLOT, put
+        tier = DiskTier(sys.argv[1], 2 << 20)
+        put(tier, range(16), SLOT)
+        print("go", flush=True)
+        number = 100
+        while True:
+            put(tier, range(number, number + 4), SLOT)
+            number += 4
+    """
+    writer = program(text, tmp_path)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"go\n"
+    causes: list[object] = []
+    try:
+        deadline, turn = time.monotonic() + 30, 0
+        while turn < 30 or (not {None, GONE} <= set(causes) and time.monotonic() < deadline):
+            turn += 1
+            with DiskReader(tmp_path) as reader:
+                records = [record for record in reader.records() if record is not None]
+            time.sleep(turn % 10 / 500)  # the writer goes on
+            with DiskReader(tmp_path) as reader:
+                causes += [reader.verify(record) for record in records]
+    finally:
+        writer.kill()
+        writer.communicate(timeout=60)
+    assert set(causes) <= {None, GONE}
+    assert {None, GONE} <= set(causes), "nothing went while it was read: the test shows nothing"
+
+
+def test_records_that_claim_too_much_cost_no_memory(tmp_path: Path) -> None:
+    """Well-formed records of copies that cannot be there, in an index that somebody else wrote."""
+    import lmdb
+
+    from kvstore.disk_layout import DiskRecord, class_bytes, key_digest
+
+    tier = DiskTier(tmp_path, 4 * MIB)
+    put(tier, [1, 2, 3], SLOT)
+    tier.close()
+    huge = class_bytes(1 << 50)
+    with lmdb.open(str(tmp_path / INDEX_NAME), subdir=False, max_dbs=4) as environment:
+        copies = environment.open_db(b"copies")
+        with environment.begin(write=True) as txn:
+            for n, (payload, frame, size, slot) in enumerate(
+                [
+                    ((1 << 50) - 4096, 1 << 50, huge, 0),
+                    (1 << 40, (1 << 40) + 256, 1 << 41, None),
+                    (1, huge, huge, 1 << 60),
+                ]
+            ):
+                key = key_of(50 + n)
+                record = DiskRecord(key, payload, frame, size, slot, 900 + n, 1, 0, None)
+                txn.put(key_digest(key), record.to_bytes(), db=copies)
+    with only_slot_file(tmp_path).with_name(f"slots-{huge}").open("wb") as sparse:
+        sparse.truncate(1 << 42)
+    with DiskReader(tmp_path) as reader:
+        found = {record.key: reader.verify(record) for record in reader.records() if record is not None}
+    assert [found[key_of(n)] for n in (1, 2, 3)] == [None] * 3
+    assert all(found[key_of(50 + n)] for n in range(3))
+    tier = DiskTier(tmp_path, 4 * MIB)
+    assert stored(tier, [1, 2, 3, 50, 51, 52]) == [1, 2, 3]
+    assert tier.file_bytes <= 4 * MIB
+    tier.close()
