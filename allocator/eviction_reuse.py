@@ -66,11 +66,11 @@ class ReuseMemory:
         self._widths: Floats = np.diff(self.ages)
         self.epoch = 0
         self._epoch_end = self._epoch_blocks
-        self._used_again = np.zeros(_CLASSES * LEVELS)
-        self._ended = np.zeros(_CLASSES * LEVELS)
-        self._ended_ages = np.zeros(_CLASSES * LEVELS)
+        # of this epoch, as they came: (class, age) of records that were used again or lost, classes of all blocks
+        self._used: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
+        self._lost: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
+        self._touched: list[Levels] = []
         self._open_time = np.zeros((_CLASSES, BINS))
-        self._touched = np.zeros(_CLASSES)
         self._events = np.zeros((_CLASSES, BINS))
         self._exposure = np.zeros((_CLASSES, BINS))
         self._rate = np.zeros(_CLASSES)
@@ -81,18 +81,23 @@ class ReuseMemory:
         there = self._key[places]
         known = there == keys
         known_count = int(np.count_nonzero(known))
-        lost = places[~known & (there != 0)] if known_count < len(keys) else places[:0]
-        if len(lost):
-            self._end(lost)
+        if known_count < len(keys):
+            lost = places[there.astype(bool) ^ known]
+            if len(lost):
+                self._lost.append((self._class[lost], self.clock - self._last[lost]))
         uses = np.zeros(len(keys), dtype=np.intp)
-        if known_count:
-            self._used_again += np.bincount(self._end(places[known]), minlength=_CLASSES * LEVELS)
-            uses[known] = np.minimum(self._uses[places[known]] + np.uint8(1), _USE_CLASSES - 1)
+        if known_count == len(keys):
+            self._used.append((self._class[places], self.clock - self._last[places]))
+            uses = np.minimum(self._uses[places] + 1, _USE_CLASSES - 1)
+        elif known_count:
+            used = places[known]
+            self._used.append((self._class[used], self.clock - self._last[used]))
+            uses[known] = np.minimum(self._uses[used] + 1, _USE_CLASSES - 1)
+            known_count = len(keys) - int(np.argmax(known[::-1]))
             uses = np.maximum.accumulate(uses[::-1])[::-1]  # a parent was used no less than its child, if records
-            known_count = int(np.flatnonzero(known)[-1]) + 1  # of parents are lost
         new = min((len(keys) - known_count).bit_length(), _NEW_CLASSES - 1)
         classes = new * _USE_CLASSES + uses
-        self._touched += np.bincount(classes, minlength=_CLASSES)
+        self._touched.append(classes)
         group = self._grouped(keys, places, known, known_count)
         self.clock += len(keys)
         self._key[places] = keys
@@ -102,14 +107,6 @@ class ReuseMemory:
         if self.clock >= self._epoch_end:
             self._end_epoch()
         return self.levels[classes], group
-
-    def _end(self, places: Levels) -> Levels:
-        """Counts the time these records spent since their last use; their cells, class by age."""
-        ages = self.clock - self._last[places]
-        cells = self._class[places].astype(np.intp) * LEVELS + np.searchsorted(self.ages[1:], ages)
-        self._ended += np.bincount(cells, minlength=_CLASSES * LEVELS)
-        self._ended_ages += np.bincount(cells, ages, minlength=_CLASSES * LEVELS)
-        return cells
 
     def _grouped(self, keys: Keys, places: Levels, known: npt.NDArray[np.bool_], known_count: int) -> int:
         """Gives new blocks their parent's sampling group, or one of their own where a session leaves the trunk."""
@@ -130,30 +127,35 @@ class ReuseMemory:
 
     def _end_epoch(self) -> None:
         """Moves what the epoch counted into the decayed sums, and chooses levels anew."""
-        open_time = self._time_of_open()
-        ended_time = self._time_by_bin(self._ended, self._ended_ages)
-        spent = np.maximum(ended_time + open_time - self._open_time, 0)
+        used, used_ages = self._by_cell(self._used)
+        lost, lost_ages = self._by_cell(self._lost)
+        places = np.flatnonzero(self._last)
+        open_time = self._time_by_bin(*self._by_cell([(self._class[places], self.clock - self._last[places])]))
+        spent = self._time_by_bin(used + lost, used_ages + lost_ages) + open_time - self._open_time
         self._open_time = open_time
-        self._exposure = self._exposure * _DECAY + spent
-        self._events = self._events * _DECAY + self._used_again.reshape(_CLASSES, LEVELS)[:, :BINS]
-        self._rate = self._rate * _DECAY + self._touched
-        for counted in (self._touched, self._used_again, self._ended, self._ended_ages):
-            counted[:] = 0
+        self._exposure = self._exposure * _DECAY + np.maximum(spent, 0)
+        self._events = self._events * _DECAY + used[:, :BINS]
+        self._rate = self._rate * _DECAY + np.bincount(np.concatenate(self._touched), minlength=_CLASSES)
+        self._used, self._lost, self._touched = [], [], []
         self.epoch += 1
         self._epoch_end = self.clock + self._epoch_blocks
         self._choose_levels()
 
-    def _time_of_open(self) -> Floats:
-        """float64[classes, BINS]: time since their last use of all records there are, by the age it was spent at."""
-        places = np.flatnonzero(self._last)
-        ages = self.clock - self._last[places]
-        cells = self._class[places].astype(np.intp) * LEVELS + np.searchsorted(self.ages[1:], ages)
+    def _by_cell(
+        self, records: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]]
+    ) -> tuple[Floats, Floats]:
+        """float64[classes, LEVELS] each: how many of the records have that class and age, and the sum of their ages."""
         size = _CLASSES * LEVELS
-        return self._time_by_bin(np.bincount(cells, minlength=size), np.bincount(cells, ages, minlength=size))
+        if not records:
+            return np.zeros((_CLASSES, LEVELS)), np.zeros((_CLASSES, LEVELS))
+        classes = np.concatenate([one for one, _ in records]).astype(np.intp)
+        ages = np.concatenate([one for _, one in records]).astype(np.float64)
+        cells = classes * LEVELS + np.searchsorted(self.ages[1:], ages)
+        counts = np.bincount(cells, minlength=size).astype(np.float64)
+        return counts.reshape(_CLASSES, LEVELS), np.bincount(cells, ages, minlength=size).reshape(_CLASSES, LEVELS)
 
-    def _time_by_bin(self, counts: Floats, ages: Floats) -> Floats:
+    def _time_by_bin(self, count: Floats, age: Floats) -> Floats:
         """Time spent in each bin by records that ended (or stand) in the cells given, with the sums of their ages."""
-        count, age = counts.reshape(_CLASSES, LEVELS), ages.reshape(_CLASSES, LEVELS)
         beyond = np.cumsum(count[:, ::-1], axis=1)[:, ::-1][:, 1:]
         inside: Floats = beyond * self._widths + age[:, :BINS] - count[:, :BINS] * self.ages[:BINS]
         return inside
