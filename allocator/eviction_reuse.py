@@ -141,9 +141,7 @@ class ReuseMemory:
         self._epoch_end = self.clock + self._epoch_blocks
         self._choose_levels()
 
-    def _by_cell(
-        self, records: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]]
-    ) -> tuple[Floats, Floats]:
+    def _by_cell(self, records: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]]) -> tuple[Floats, Floats]:
         """float64[classes, LEVELS] each: how many of the records have that class and age, and the sum of their ages."""
         size = _CLASSES * LEVELS
         if not records:

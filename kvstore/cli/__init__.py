@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import typer
 
     from kvstore.cli.doctor import doctor
+    from kvstore.cli.simulate import simulate
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     app = typer.Typer(
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    own = {"doctor": doctor}
+    own = {"doctor": doctor, "simulate": simulate}
     for name, command in own.items():
         app.command(name)(command)
     app.callback()(lambda: None)  # a group even while there is one command
