@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,7 @@ class Learned(EvictionPolicy):
             self._queues[last].append(_Segment(clock, listed, run))
             return
         edges = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(listed)]
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             self._queues[int(levels[start])].append(_Segment(clock, listed[start:end], False))
 
     def _idle_late(self, places: npt.NDArray[np.intp], tick: int) -> None:

@@ -4,8 +4,8 @@ Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memor
 
 A *class* is (blocks that the request brought anew, uses of the block so far), both in powers of two: what a request
 adds says most about whether its chain is used again, and how often a block was used says the rest. Which way, differs
-between workloads, so nothing is assumed. A table of fixed size remembers blocks that are gone, long past their eviction,
-by key; where two keys meet, the newer one stays.
+between workloads, so nothing is assumed. A table of fixed size remembers blocks by key, long past their eviction; where
+two keys meet, the newer one stays.
 
 Time is counted in blocks seen. Ages fall into bins of half powers of two of the capacity. For each class and bin two
 decayed sums are kept: the time that blocks spent at that age, and how many were used again at it. Their quotient is the

@@ -18,35 +18,61 @@ from kvstore.cli import json_target
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.simulation import Row, Setting, Trace
+    from kvstore.simulation import Row, Trace
 
 _COLUMNS = (
     "policy", "capacity", "blocks", "codec", "hosts", "hits", "device", "host", "remote", "token hits", "evictions",
     "moved GB", "TTFT", "saved h", "saved $",
 )  # fmt: skip
 
+_Trace = Annotated[Path | None, typer.Option(help="Requests to replay.", metavar="FILE")]
+_Form = Annotated[str | None, typer.Option("--format", help="mooncake, bailian or kvstore; else told by itself.")]
+_Workload = Annotated[
+    str | None, typer.Option(help="Instead of a trace: system-prompt, multi-turn, rag, agent, mixture.")
+]
+_Requests = Annotated[int, typer.Option(help="Requests of a workload.")]
+_Seed = Annotated[int, typer.Option(help="Of a workload and of random routing.")]
+_BlockTokens = Annotated[int | None, typer.Option(help="Tokens of a block; else what the format has.")]
+_Policy = Annotated[
+    str, typer.Option(help="lru, lru-2, s3-fifo, arc, w-tinylfu, default, belady; several with commas.")
+]
+_CapacityPercent = Annotated[
+    str | None, typer.Option(help="Of a device, in % of the unique blocks (default 1,2,5,10,25,50).")
+]
+_CapacityBlocks = Annotated[str | None, typer.Option(help="The same in raw blocks.")]
+_Codec = Annotated[str, typer.Option(help="raw, int4: an int4 device holds more blocks in the same bytes.")]
+_Hosts = Annotated[str, typer.Option(help="How many, up to 1,000; each has the capacity.")]
+_Routing = Annotated[str, typer.Option(help="random, session, prefix.")]
+_Tiers = Annotated[str | None, typer.Option(help="Room below: host=BLOCKS,remote=BLOCKS; host is each host's.")]
+_BytesPerToken = Annotated[int, typer.Option(help="Of raw KV, all layers.")]
+_PrefillRate = Annotated[float, typer.Option(help="Tokens a second of a short prompt's prefill.")]
+_GpuDollarsPerHour = Annotated[float, typer.Option(help="To tell what the saved time costs.")]
+_Jobs = Annotated[int | None, typer.Option(help="Processes; else one a core.")]
+_Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with a chart and Belady's bound.")]
+_JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - is standard output.")]
 
-def simulate(
-    trace: Annotated[Path | None, typer.Option(help="Requests to replay.", metavar="FILE")] = None,
-    form: Annotated[str | None, typer.Option("--format", help="mooncake, bailian or kvstore; else told by itself.")] = None,
-    workload: Annotated[str | None, typer.Option(help="Instead of a trace: system-prompt, multi-turn, rag, agent, mixture.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests of a workload.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Of a workload and of random routing.")] = 0,
-    block_tokens: Annotated[int | None, typer.Option(help="Tokens of a block; else what the format has.")] = None,
-    policy: Annotated[str, typer.Option(help="lru, lru-2, s3-fifo, arc, w-tinylfu, default, belady; several with commas.")] = "lru,default",
-    capacity_percent: Annotated[str | None, typer.Option(help="Of a device, in % of the unique blocks (default 1,2,5,10,25,50).")] = None,
-    capacity_blocks: Annotated[str | None, typer.Option(help="The same in raw blocks.")] = None,
-    codec: Annotated[str, typer.Option(help="raw, int4: an int4 device holds more blocks in the same bytes.")] = "raw",
-    hosts: Annotated[str, typer.Option(help="How many, up to 1,000; each has the capacity.")] = "1",
-    routing: Annotated[str, typer.Option(help="random, session, prefix.")] = "random",
-    tiers: Annotated[str | None, typer.Option(help="Room below: host=BLOCKS,remote=BLOCKS; host is each host's.")] = None,
-    bytes_per_token: Annotated[int, typer.Option(help="Of raw KV, all layers.")] = 131_072,
-    prefill_rate: Annotated[float, typer.Option(help="Tokens a second of a short prompt's prefill.")] = 8_000.0,
-    gpu_dollars_per_hour: Annotated[float, typer.Option(help="To tell what the saved time costs.")] = 2.5,
-    jobs: Annotated[int | None, typer.Option(help="Processes; else one a core.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with a chart and Belady's bound.")] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - is standard output.")] = None,
-) -> None:  # fmt: skip
+
+def simulate(  # noqa: PLR0913 - the options of a command
+    trace: _Trace = None,
+    form: _Form = None,
+    workload: _Workload = None,
+    requests: _Requests = 10_000,
+    seed: _Seed = 0,
+    block_tokens: _BlockTokens = None,
+    policy: _Policy = "lru,default",
+    capacity_percent: _CapacityPercent = None,
+    capacity_blocks: _CapacityBlocks = None,
+    codec: _Codec = "raw",
+    hosts: _Hosts = "1",
+    routing: _Routing = "random",
+    tiers: _Tiers = None,
+    bytes_per_token: _BytesPerToken = 131_072,
+    prefill_rate: _PrefillRate = 8_000.0,
+    gpu_dollars_per_hour: _GpuDollarsPerHour = 2.5,
+    jobs: _Jobs = None,
+    html: _Html = None,
+    json_file: _JsonFile = None,
+) -> None:
     """Replay requests through the real block pool: hit ratios, bytes moved, time to first token saved.
 
     Deterministic: the same trace, settings and seed give the same rows.
@@ -73,6 +99,7 @@ def simulate(
             for form_, count, way, one, capacity in product(
                 _words(codec), _numbers("--hosts", hosts, int), _words(routing), policies, capacities
             )
+            if count > 1 or way == _words(routing)[0]  # with one host there is nothing to route
         ]
         replayed = _trace(trace, form, workload, requests, seed, block_tokens)
     except ConfigError as error:

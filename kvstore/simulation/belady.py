@@ -1,6 +1,7 @@
 """Belady's bound: a cache that knows the future keeps what is asked for again soonest, and takes in nothing else.
 
-No policy can have more hits with that many blocks. Leaves first by itself: a block is asked for no later than its child.
+No policy can have more hits with that many blocks. Leaves first by itself: a block is asked for no later than its
+child.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def next_uses(trace: Trace) -> Counts:
     return following
 
 
-def bound_hits(trace: Trace, capacity_blocks: int, following: Counts | None = None) -> tuple[int, int]:
-    """(blocks hit, blocks evicted) with perfect knowledge; `following` from `next_uses` saves computing it again."""
-    if following is None:
-        following = next_uses(trace)
+def bound_hits(trace: Trace, capacity_blocks: int) -> tuple[list[int], int]:
+    """(blocks hit by each request, blocks evicted in all) with perfect knowledge."""
+    following = next_uses(trace)
     held: dict[int, int] = {}  # key -> when it is asked for next
     queue: list[tuple[int, int, int]] = []
     starts, full_counts = trace.starts.tolist(), trace.full_counts.tolist()
-    hits = evicted = 0
+    hits: list[int] = []
+    evicted = 0
     for number, full in enumerate(full_counts):
         start = starts[number]
         keys = trace.keys[start : start + full].tolist()
@@ -45,7 +46,7 @@ def bound_hits(trace: Trace, capacity_blocks: int, following: Counts | None = No
         count = 0
         while count < full and keys[count] in held:
             count += 1
-        hits += count
+        hits.append(count)
         for depth, (key, when) in enumerate(zip(keys, soon, strict=True)):
             if when == _NEVER:
                 evicted += held.pop(key, None) is not None

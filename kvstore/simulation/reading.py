@@ -1,7 +1,7 @@
 """Reading traces: Mooncake's and Alibaba Bailian's JSON lines, and our own (docs/formats/trace.md).
 
-Every line is checked; what is wrong raises TraceError with the line and the reason. Lines stream: the text of a trace is
-never in memory as a whole.
+Every line is checked; what is wrong raises TraceError with the line and the reason. Lines stream: the text of a trace
+is never in memory as a whole.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     row = replay(trace, Setting(policy="lru", capacity_percent=5))
 
-The clock is the trace's; requests are handled one after the other. Of all blocks that requests present (a partly filled
-last one included), those in the leading run of resident blocks are hits. Deterministic: a seed and a trace give one row.
+The clock is the trace's; requests are handled one after the other. Of all blocks that requests present (a partly
+filled last one included), those in the leading run of resident blocks are hits. Deterministic: a seed and a trace give
+one row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from kvstore.simulation.belady import bound_hits
 from kvstore.simulation.hosts import Host, LowerTier, Router
 from kvstore.simulation.policies import BOUND, POLICIES
-from kvstore.simulation.setting import Row, Setting
+from kvstore.simulation.setting import Costs, Row, Setting
 from kvstore.simulation.trace import Trace, each
 
 _PROGRESS_REQUESTS = 2048
@@ -33,6 +34,14 @@ class _Counts:
     seconds_saved: float = 0.0
     seconds_plain: float = 0.0
 
+    def add_time(self, costs: Costs, tokens: int, reused_tokens: int, fetching_seconds: float) -> None:
+        """Time to first token of one request, without the cache and with it. The last token is always computed."""
+        plain = costs.prefill_seconds(0, tokens)
+        self.seconds_plain += plain
+        if reused_tokens:
+            left = costs.prefill_seconds(min(reused_tokens, tokens - 1), tokens)
+            self.seconds_saved += max(0.0, plain - left - fetching_seconds)
+
 
 def replay(trace: Trace, setting: Setting, progress: Callable[[int], None] | None = None) -> Row:
     """Runs one setting. `progress` is told how many requests have been done, now and then."""
@@ -41,11 +50,7 @@ def replay(trace: Trace, setting: Setting, progress: Callable[[int], None] | Non
     raw_blocks = trace.capacity_blocks(percent) if percent is not None else blocks
     assert raw_blocks is not None
     fitting = max(1, int(raw_blocks * setting.costs.blocks_per_raw_block(setting.codec)))
-    if setting.policy == BOUND:
-        hits, evicted = bound_hits(trace, fitting)
-        counts = _Counts(device=hits, evictions=evicted)
-    else:
-        counts = _replay(trace, setting, fitting, progress)
+    counts = _bound(trace, setting, fitting) if setting.policy == BOUND else _replay(trace, setting, fitting, progress)
     block_bytes = trace.block_tokens * setting.costs.bytes_per_token
     block_bytes = int(block_bytes / setting.costs.blocks_per_raw_block(setting.codec))
     hits = counts.device + counts.host + counts.remote
@@ -94,15 +99,18 @@ def _replay(trace: Trace, setting: Setting, fitting: int, progress: Callable[[in
         counts.device += device
         counts.host += own
         counts.remote += far
-        tokens = input_tokens[number]
-        plain = costs.prefill_seconds(0, tokens)
-        counts.seconds_plain += plain
-        if device + own + far:
-            reused = min((device + own + far) * trace.block_tokens, tokens - 1)
-            saved = plain - costs.prefill_seconds(reused, tokens) - own * host_seconds - far * remote_seconds
-            counts.seconds_saved += max(0.0, saved)
+        fetching = own * host_seconds + far * remote_seconds
+        counts.add_time(costs, input_tokens[number], (device + own + far) * trace.block_tokens, fetching)
         if progress is not None and not number % _PROGRESS_REQUESTS:
             progress(number)
     counts.evictions = sum(host.pool.evicted_count for host in hosts)
     counts.spilled = sum(host.spilled_count for host in hosts) + (remote.stored_count if remote else 0)
+    return counts
+
+
+def _bound(trace: Trace, setting: Setting, fitting: int) -> _Counts:
+    hits, evictions = bound_hits(trace, fitting)
+    counts = _Counts(device=sum(hits), evictions=evictions)
+    for tokens, count in zip(trace.input_tokens.tolist(), hits, strict=True):
+        counts.add_time(setting.costs, tokens, count * trace.block_tokens, 0.0)
     return counts

@@ -28,16 +28,17 @@ def run(
     if jobs <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         rows: list[Row] = []
         for one in settings:
-            done = len(rows) * len(trace)
-            rows.append(
-                replay(trace, one, None if progress is None else lambda count, done=done: progress(done + count))
-            )  # type: ignore[misc]
+            rows.append(replay(trace, one, None if progress is None else _after(progress, len(rows) * len(trace))))
         return rows
     return _run_forked(trace, settings, jobs, progress)
 
 
+def _after(progress: Progress, done: int) -> Progress:
+    return lambda count: progress(done + count)
+
+
 def _run_forked(trace: Trace, settings: Sequence[Setting], jobs: int, progress: Progress | None) -> list[Row]:
-    global _shared  # noqa: PLW0603 - the way into a forked process that copies nothing
+    global _shared  # the way into a forked process that copies nothing
     context = multiprocessing.get_context("fork")
     counts: SynchronizedArray[int] = context.Array("q", len(settings))
     _shared = (trace, settings, counts)
