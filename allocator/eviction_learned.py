@@ -27,8 +27,8 @@ from allocator.eviction_shadow import ShadowCache
 
 _SHADOW_BLOCKS = 2048
 _GROUPS = 256
-_SHADOW_DECAY = 0.97
-_MARGIN = 0.03  # relative; keeps the choice from following noise
+_SHADOW_DECAY = 0.99
+_MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
 
 
 class _Segment:
@@ -54,7 +54,7 @@ class _Floor:
         blocks = capacity * share // _GROUPS
         self._recency, self._learned = ShadowCache(blocks), ShadowCache(blocks)
         self._recency_hits = self._learned_hits = 0.0
-        self.prefers_recency = False
+        self.prefers_recency = True
 
     def request(self, keys: npt.NDArray[np.uint64], group: int, clock: int, until: npt.NDArray[np.float64]) -> None:
         if group < self._share:
@@ -66,10 +66,8 @@ class _Floor:
         self._recency_hits = self._recency_hits * _SHADOW_DECAY + self._recency.hits
         self._learned_hits = self._learned_hits * _SHADOW_DECAY + self._learned.hits
         self._recency.hits = self._learned.hits = 0
-        if self.prefers_recency:
-            self.prefers_recency = self._learned_hits < self._recency_hits
-        else:
-            self.prefers_recency = self._learned_hits < self._recency_hits * (1 - _MARGIN)
+        margin = 1 + _MARGIN if self.prefers_recency else 1
+        self.prefers_recency = self._learned_hits <= self._recency_hits * margin
 
 
 class Learned(EvictionPolicy):

@@ -150,7 +150,8 @@ class ReuseMemory:
         ages = np.concatenate([one for _, one in records]).astype(np.float64)
         cells = classes * LEVELS + np.searchsorted(self.ages[1:], ages)
         counts = np.bincount(cells, minlength=size).astype(np.float64)
-        return counts.reshape(_CLASSES, LEVELS), np.bincount(cells, ages, minlength=size).reshape(_CLASSES, LEVELS)
+        sums = np.bincount(cells, ages, minlength=size).astype(np.float64)
+        return counts.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
 
     def _time_by_bin(self, count: Floats, age: Floats) -> Floats:
         """Time spent in each bin by records that ended (or stand) in the cells given, with the sums of their ages."""

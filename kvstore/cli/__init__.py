@@ -10,7 +10,7 @@ Exit codes: 0 done, 1 the thing asked for failed, 2 bad usage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 COMMANDS_GROUP = "kvstore.commands"
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    own = {"doctor": doctor, "simulate": simulate}
+    own: dict[str, Callable[..., None]] = {"doctor": doctor, "simulate": simulate}
     for name, command in own.items():
         app.command(name)(command)
     app.callback()(lambda: None)  # a group even while there is one command
