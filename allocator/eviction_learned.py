@@ -29,6 +29,7 @@ _SHADOW_BLOCKS = 2048
 _GROUPS = 256
 _SHADOW_DECAY = 0.99
 _MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
+_LOSS_MAX = 0.001  # hits, as a share of the blocks seen, that following the learned order may have cost
 
 
 class _Segment:
@@ -54,20 +55,28 @@ class _Floor:
         blocks = capacity * share // _GROUPS
         self._recency, self._learned = ShadowCache(blocks), ShadowCache(blocks)
         self._recency_hits = self._learned_hits = 0.0
+        self._earned_blocks = self._seen_blocks = 0.0
         self.prefers_recency = True
 
     def request(self, keys: npt.NDArray[np.uint64], group: int, clock: int, until: npt.NDArray[np.float64]) -> None:
         if group < self._share:
             names = keys.tolist()
+            self._seen_blocks += len(names)
             self._recency.request(names, [float(clock)] * len(names))
             self._learned.request(names, until.tolist())
 
     def end_epoch(self) -> None:
+        """LRU until the other is clearly ahead; back when it no longer is, or when following it has cost too much."""
         self._recency_hits = self._recency_hits * _SHADOW_DECAY + self._recency.hits
         self._learned_hits = self._learned_hits * _SHADOW_DECAY + self._learned.hits
+        self._earned_blocks *= _SHADOW_DECAY
+        self._seen_blocks *= _SHADOW_DECAY
+        if not self.prefers_recency:
+            self._earned_blocks += self._learned.hits - self._recency.hits
         self._recency.hits = self._learned.hits = 0
         margin = 1 + _MARGIN if self.prefers_recency else 1
-        self.prefers_recency = self._learned_hits <= self._recency_hits * margin
+        spent = self._earned_blocks < -_LOSS_MAX * self._seen_blocks
+        self.prefers_recency = spent or self._learned_hits <= self._recency_hits * margin
 
 
 class Learned(EvictionPolicy):
