@@ -29,7 +29,7 @@ _SHADOW_BLOCKS = 2048
 _GROUPS = 256
 _SHADOW_DECAY = 0.99
 _MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
-_LOSS_MAX = 0.001  # hits, as a share of the blocks seen, that following the learned order may have cost
+_LOSS_MAX = 0.003  # hits, as a share of the blocks seen, that following the learned order may have cost
 
 
 class _Segment:
