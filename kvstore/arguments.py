@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,13 @@ def whole(name: str, value: object, least: int = 1, most: int | None = None) -> 
         wanted = wanted if most is None else f"an int in [{least}, {most}]"
         raise UsageError(f"{name}: got {value!r} ({type(value).__name__}); expected {wanted}")
     return number
+
+
+def duration(name: str, value: object) -> float:
+    """`value` as seconds, zero or more and finite; UsageError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UsageError(f"{name}: got {value!r} ({type(value).__name__}); expected seconds, 0 or more")
+    return float(value)
 
 
 def text_id(name: str, value: object) -> str:

@@ -17,7 +17,9 @@ from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
+from kvstore.tier_admission import make_admission
 from kvstore.upkeep import Upkeep
+from kvstore.write_behind import WriteBehind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from kvstore.sequence import Sequence
     from kvstore.tier import Tier
     from quant import BlockCodec
+
+COOL_QUEUE_BLOCKS = 1 << 16  # blocks remembered for cooling; beyond it the oldest stays raw and is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +87,15 @@ def assemble(
     executor = make_executor(config.io_threads, on_failed=on_failed)
     costs = CostModel(prefill_tokens_per_second=config.prefill_tokens_per_second, always_load=config.load_always)
     residency = Residency(geometry, pool, tiers, (codec.name, codec.parameters()) if codec else None)
-    mover = Mover(
-        pool,
-        device,
-        executor,
-        metrics,
-        costs,
-        cool_queue_limit=config.cool_queue_blocks,
-        spill_inflight_limit=config.spill_queue_blocks,
-        waker=waker,
+    admission = make_admission(config.spill_policy, costs)
+    writes = WriteBehind(
+        pool, device, executor, metrics, tiers, admission, queued_blocks=config.spill_queue_blocks, waker=waker
     )
-    upkeep = Upkeep(geometry, pool, device, residency, mover, tuple(tiers), config, sequences, cools=codec is not None)
+    mover = Mover(
+        pool, device, executor, metrics, costs, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
+    )
+    cools = codec is not None
+    upkeep = Upkeep(geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, cools=cools)
 
     count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
 
@@ -155,8 +157,9 @@ def _own_tiers(
             from kvstore.frame_specs import geometry_specs
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
-            specs = geometry_specs(geometry)
-            tiers.append(DiskTier(config.disk_path, config.disk_bytes, executor, sync=config.disk_sync, specs=specs))
+            specs, secret = geometry_specs(geometry), config.secret.encode() or None
+            disk = (config.disk_path, config.disk_bytes, executor)
+            tiers.append(DiskTier(*disk, sync=config.disk_sync, specs=specs, secret=secret))
         if config.redis_url:
             tiers.append(_remote_tier(geometry, config, on_failed))
     except BaseException:

@@ -179,10 +179,10 @@ class KVStoreConfig:
     # bounded work of one step()
     cool_blocks_per_step: int = _key(8, _STEP, _whole(0, 65536))
     spill_blocks_per_step: int = _key(8, _STEP, _whole(0, 65536))
-    cool_queue_blocks: int = _key(65536, "an int in [1, 2**20]", _whole(1, 1 << 20))
-    """Blocks remembered for cooling; beyond it the oldest stays raw and is counted."""
-    spill_queue_blocks: int = _key(256, "an int in [1, 2**20]", _whole(1, 1 << 20))
-    """Longest queue of copies on their way down; beyond it the coldest is dropped and counted."""
+    spill_queue_blocks: int = _key(2048, "an int in [1, 2**20]", _whole(1, 1 << 20))
+    """Longest queue of copies on their way to one tier; beyond it the coldest is dropped and counted."""
+    spill_policy: str = _key("reuse", "reuse or everything", _one_of("reuse", "everything"))
+    """What enters disk and remote: what will probably be read again and is worth reading, or all that is computed."""
 
     # load or recompute
     fetch_deadline_seconds: float = _key(1.0, "a number in (0, 3600]", _real(0, 3600, above=True))

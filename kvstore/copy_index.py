@@ -41,12 +41,14 @@ class CopyEntry:
         "is_linked",
         "is_queued",
         "key",
+        "named_tick",
         "parent",
         "pin_count",
         "reader_count",
         "size_bytes",
         "slot_bytes",
         "tick",
+        "use_count",
     )
 
     def __init__(self, key: CopyKey, parent: bytes | None, size_bytes: int, slot_bytes: int) -> None:
@@ -59,6 +61,8 @@ class CopyEntry:
         self.reader_count = 0
         self.pin_count = 0
         self.tick = 0
+        self.named_tick = 0  # the last use when `fading` named it
+        self.use_count = 0  # reads and touches since it was stored
         self.is_linked = False  # can be found
         self.is_queued = False  # is in its size's heap of candidates
 
@@ -258,6 +262,34 @@ class CopyIndex(ABC, Generic[Entry]):
             else:
                 return entry
         return None
+
+    def fading(self, count: int) -> list[Entry]:
+        """Copies that go next and what they hang on, front first, each named once since its last use; at most `count`.
+
+        A prefix goes leaf by leaf, within one put if need be, and without its front no leaf is worth keeping.
+        """
+        found: list[Entry] = []
+        for slot_bytes, heap in self._candidates.items():
+            looked_at: list[tuple[int, int, Entry]] = []
+            while len(looked_at) < count and self._oldest(slot_bytes) is not None:
+                looked_at.append(heapq.heappop(heap))
+            for item in looked_at:
+                heapq.heappush(heap, item)
+            for _, _, leaf in looked_at:
+                for entry in self._unnamed_up_to(leaf)[: count - len(found)]:
+                    entry.named_tick = entry.tick
+                    found.append(entry)
+        return found
+
+    def _unnamed_up_to(self, leaf: Entry) -> list[Entry]:
+        """The leaf's prefix, front first, from behind the last copy that was named since its last use."""
+        chain: list[Entry] = []
+        entry: Entry | None = leaf
+        while entry is not None and entry.named_tick != entry.tick:
+            chain.append(entry)
+            parent = entry.block.parent if entry.block is not None else None
+            entry = parent.copies[0] if parent is not None and parent.copies else None
+        return chain[::-1]
 
     def _evict(self, entry: Entry) -> None:
         self.counts["evicted"] += 1

@@ -187,7 +187,7 @@ class DiskCatalog:
             with self._env.begin(write=True) as txn:
                 for digest, number, pieces in removals:
                     record = txn.get(digest, db=copies) if digest else None
-                    if record is not None and record[40:48] == _TICK.pack(number):
+                    if record is not None and int.from_bytes(record[40:48], "little") == number:  # even if cut short
                         txn.delete(digest, db=copies)
                     for piece in range(pieces):
                         txn.delete(_VALUE_KEY.pack(number, piece), db=values)

@@ -33,6 +33,7 @@ FIXED_BYTES = (64 << 10) + BALLAST_BYTES
 LEAST_BYTES = 1 << 20
 """The smallest budget: below, the index alone would take most of it."""
 _PAGES_A_COPY = 2
+_PAGES_A_KEY = 10  # of the trees, that a transaction may copy for one key
 _SPARE_PAGES = 8
 _FEW_REMOVALS, _MANY_REMOVALS = 2, 64
 _PAGE_NUMBERS_A_PAGE = 500  # free pages are listed in pages too
@@ -66,10 +67,11 @@ class DiskEntry(CopyEntry):
 class Batch:
     """Copies that are published together: what they need of the index, and the changes of files before."""
 
-    __slots__ = ("compacts", "copy_count", "freed_pages", "index_pages", "plan")
+    __slots__ = ("compacts", "copy_count", "freed_pages", "index_pages", "plan", "spare_bytes")
 
     def __init__(self) -> None:
         self.plan = Plan()
+        self.spare_bytes = 0  # room that is left at least, so that not every copy asks anew
         self.index_pages = self.copy_count = 0
         self.freed_pages = 0  # by evicted values: usable once they are out of the index file for two transactions
         self.compacts = False  # the index file is rewritten without its free pages, before slot files grow
@@ -143,7 +145,10 @@ class DiskIndex(CopyIndex[DiskEntry]):
         batch.index_pages += pages
         batch.copy_count += 1
         slot = None
-        while True:
+        spare = batch.spare_bytes - 2 * (pages + _COMMITS_AT_ONCE * _PAGES_A_KEY) * PAGE_BYTES
+        if not inline:
+            slot = self.slots.take(slot_bytes)
+        while spare < 0 or not (inline or slot is not None):
             if not inline and slot is None:
                 slot = self.slots.take(slot_bytes)
             growth = 0 if inline or slot is not None else self.slots.growth_bytes(slot_bytes)
@@ -159,6 +164,8 @@ class DiskIndex(CopyIndex[DiskEntry]):
                 return None
         if not inline and slot is None:
             slot = self.slots.grow(batch.plan, slot_bytes, spare)
+            spare = 0
+        batch.spare_bytes = spare
         entry = DiskEntry(key, parent, size_bytes, slot_bytes, slot, frame_bytes)
         self.last_generation += 1
         entry.generation = self.last_generation
@@ -208,7 +215,7 @@ class DiskIndex(CopyIndex[DiskEntry]):
 
     def _copied_pages(self, keys: int) -> int:
         """Tree pages that one transaction may have to copy, since LMDB never writes in place."""
-        return min(self.account.tree_pages + 4, 10 * keys + 8)
+        return min(self.account.tree_pages + 4, _PAGES_A_KEY * keys + 8)
 
     @property
     def waiting_pages(self) -> int:

@@ -29,6 +29,7 @@ VALUE_BYTES = PAGE_BYTES - 16
 """An index value of this length fills one page exactly: any free page will do, so no room is lost to gaps."""
 
 _RECORD = struct.Struct("<HHIQQQQQQ32sI")
+_WRITTEN_AT = struct.Struct("<Q")
 _CHECK_BYTES = 8
 _INLINE, _SLOT = 0, 1
 _KEY = struct.Struct("<8s32s32sH16sBHHHHI")
@@ -57,23 +58,41 @@ class DiskRecord:
     parent: bytes | None
 
     def to_bytes(self) -> bytes:
-        key = self.key.to_bytes()
-        place = (_INLINE, 0) if self.slot is None else (_SLOT, self.slot)
-        start = _RECORD.pack(
-            FORMAT_VERSION,
-            place[0],
-            1 if self.parent is not None else 0,
-            self.payload_bytes,
-            self.frame_bytes,
-            self.slot_bytes,
-            place[1],
+        return record_bytes(
+            self.key.to_bytes(),
+            self.parent,
+            (self.payload_bytes, self.frame_bytes, self.slot_bytes, self.slot),
             self.generation,
             self.tick,
-            self.parent or bytes(32),
-            len(key),
+            self.written_at,
         )
-        body = start + struct.pack("<Q", self.written_at) + key
-        return body + xxhash.xxh3_64_digest(body)
+
+
+def record_bytes(
+    key: bytes,
+    parent: bytes | None,
+    place: tuple[int, int, int, int | None],
+    generation: int,
+    tick: int,
+    written_at: int,
+) -> bytes:
+    """DiskRecord.to_bytes without the object. key: CopyKey.to_bytes; place: payload, frame and slot bytes, slot."""
+    payload_bytes, frame_bytes, slot_bytes, slot = place
+    start = _RECORD.pack(
+        FORMAT_VERSION,
+        _INLINE if slot is None else _SLOT,
+        0 if parent is None else 1,
+        payload_bytes,
+        frame_bytes,
+        slot_bytes,
+        slot or 0,
+        generation,
+        tick,
+        parent or bytes(32),
+        len(key),
+    )
+    body = start + _WRITTEN_AT.pack(written_at) + key
+    return body + xxhash.xxh3_64_digest(body)
 
 
 def parse_record(digest: bytes, row: bytes) -> DiskRecord | None:
@@ -93,7 +112,7 @@ def parse_record(digest: bytes, row: bytes) -> DiskRecord | None:
         return None
     if place == _SLOT and slot_bytes != class_bytes(slot_bytes):
         return None
-    (written_at,) = struct.unpack_from("<Q", row, _RECORD.size)
+    (written_at,) = _WRITTEN_AT.unpack_from(row, _RECORD.size)
     return DiskRecord(
         key,
         payload,

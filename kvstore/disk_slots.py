@@ -16,14 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import xxhash
-
 from kvstore.disk_layout import PAGE_BYTES, slot_file_bytes, slot_file_name
-from kvstore.frame import FrameFault, FrameSpec, build_joined_header, parse_header
+from kvstore.frame import FrameFault, FrameSpec
+from kvstore.frame_heads import head_of
 from kvstore.tier import ByteRow
+from quant.native.summed_file import read_summed, write_summed
 
-_CHUNK_BYTES = 512 << 10  # hashed and moved while it lies in cache; fewer would cost more calls
-_LEAST_CHUNK_BYTES = 64 << 10
 _GROW_SLOTS, _GROW_BYTES = 16, 16 << 20
 _KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -258,54 +256,25 @@ class SlotFiles:
 
     # frames ----------------------------------------------------------------------------------------------------------
 
-    def write_frame(self, slot: int, spec: FrameSpec, rows: Sequence[ByteRow], secret: bytes | None, size: int) -> None:
-        """Write a frame to a slot of `size` bytes. The header goes last."""
-        fd, header_bytes, state = self._fd(size), spec.header_bytes(1), xxhash.xxh3_128()
-        base, end_bytes = slot * size, spec.payload_bytes
-        for begin, end in _chunks(header_bytes, end_bytes):
-            views = _views(rows, begin, end)
-            for view in views:
-                state.update(view)
-            if end == end_bytes:
-                views = views + _padding(header_bytes + end)
-            if begin:
-                _write_all(fd, views, base + header_bytes + begin)
-            elif end < end_bytes:  # no header yet: whatever lay here is no frame from now on
-                _write_all(fd, [memoryview(bytes(header_bytes)), *views], base)
-            else:
-                header = build_joined_header(spec, rows, state.digest(), secret=secret)
-                _write_all(fd, [memoryview(header), *views], base)
-                return
-        _write_all(fd, [memoryview(build_joined_header(spec, rows, state.digest(), secret=secret))], base)
+    def write_frame(self, slot: int, size: int, head: bytearray, sum_at: int, rows: list[ByteRow]) -> None:
+        """Write a frame to a slot of `size` bytes, to the end of its last page; fills in the head's sums, head last."""
+        rest_bytes = -(len(head) + sum([row.nbytes for row in rows])) % PAGE_BYTES
+        write_summed(self._fd(size), slot * size, head, sum_at, rows, rest_bytes)
+
+    def read_rows(self, slot: int, size: int, head: bytearray, sum_at: int, rows: list[ByteRow]) -> bytes | None:
+        """Read a frame's payload into rows and fill the sums into the head. None: that head lies there; else what does,
+        b"" where the file ends too early.
+        """
+        return read_summed(self._fd(size), slot * size, head, sum_at, rows)
 
     def read_frame(
-        self, slot: int, spec: FrameSpec, rows: Sequence[ByteRow], secret: bytes | None, size: int
+        self, slot: int, spec: FrameSpec, rows: list[ByteRow], secret: bytes | None, size: int
     ) -> FrameFault | None:
         """Read a frame's payload into rows and check all of it. A fault: the rows hold nothing of use."""
-        fd, header_bytes = self._fd(size), spec.header_bytes(1)
-        base, start = slot * size, bytearray(header_bytes)
-        header, state = None, xxhash.xxh3_128()
-        for begin, end in _chunks(header_bytes, spec.payload_bytes):
-            views = _views(rows, begin, end)
-            if begin == 0:
-                if not _read_all(fd, [memoryview(start), *views], base):
-                    return FrameFault.LENGTH
-                found = parse_header(
-                    start, spec, frame_bytes=header_bytes + spec.payload_bytes, keyed=secret is not None
-                )
-                if isinstance(found, FrameFault):
-                    return found
-                if len(found.segments) != 1:
-                    return FrameFault.TABLE
-                header = found
-            elif not _read_all(fd, views, base + header_bytes + begin):
-                return FrameFault.LENGTH
-            for view in views:
-                state.update(view)
-        assert header is not None  # a payload has at least one byte
-        if state.digest() != header.segments[0].checksum:
-            return FrameFault.PAYLOAD_CHECKSUM
-        return header.check_keyed(rows, secret)
+        form = head_of(spec)
+        head = form.of(spec.key.hash)
+        found = self.read_rows(slot, size, head, form.sum_at, rows)
+        return form.fault(found, head, spec, rows, secret)
 
     def starts_with(self, slot: int, size: int, expected: bytes, offset: int) -> bool:
         """Whether a slot has these bytes at `offset`: a quick look at open."""
@@ -340,61 +309,3 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         previous = slot
     if first is not None and previous is not None:
         yield first, previous + 1 - first
-
-
-def _chunks(header_bytes: int, payload_bytes: int) -> Iterator[tuple[int, int]]:
-    """Parts of a payload whose ends lie on whole pages of the file: no page is written in two calls."""
-    begin, end = 0, max(1, _CHUNK_BYTES - header_bytes)
-    while begin < payload_bytes:
-        if payload_bytes - end < _LEAST_CHUNK_BYTES:
-            end = payload_bytes
-        yield begin, end
-        begin, end = end, end + _CHUNK_BYTES
-
-
-def _views(rows: Sequence[ByteRow], begin: int, end: int) -> list[memoryview]:
-    """Bytes [begin, end) of the rows in order."""
-    if len(rows) == 1:
-        return [rows[0][begin:end].data]
-    views, at = [], 0
-    for row in rows:
-        first, last = max(begin - at, 0), min(end - at, row.nbytes)
-        if first < last:
-            views.append(row[first:last].data)
-        at += row.nbytes
-    return views
-
-
-def _padding(length: int) -> list[memoryview]:
-    """Zeros up to a whole page, so that the last page need not be read before it is written."""
-    rest = -length % PAGE_BYTES
-    return [memoryview(bytes(rest))] if rest else []
-
-
-_IOV_MOST = 512
-
-
-def _write_all(fd: int, views: list[memoryview], offset: int) -> None:
-    while views:
-        done = os.pwritev(fd, views[:_IOV_MOST], offset)
-        offset += done
-        views = _rest(views, done)
-
-
-def _read_all(fd: int, views: list[memoryview], offset: int) -> bool:
-    """False when the file ends before the views are full."""
-    while views:
-        done = os.preadv(fd, views[:_IOV_MOST], offset)
-        if done == 0:
-            return False
-        offset += done
-        views = _rest(views, done)
-    return True
-
-
-def _rest(views: list[memoryview], done: int) -> list[memoryview]:
-    for index, view in enumerate(views):
-        if done < view.nbytes:
-            return [view[done:], *views[index + 1 :]]
-        done -= view.nbytes
-    return []

@@ -27,16 +27,17 @@ from kvstore.disk_open import make_directory, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.disk_writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
-from kvstore.frame import FrameFault, parse_frame
+from kvstore.frame import FrameFault
+from kvstore.frame_heads import FrameHeads
 from kvstore.frame_specs import SpecSource, plain_specs
-from kvstore.queued_tier import QueuedTier
+from kvstore.indexed_tier import IndexedTier
 from kvstore.tier import Job, ResultCode, Transfer
 
 SYNC_POLICIES = ("none", "batch", "always")
 _GROUP_COPIES = 16
 
 
-class DiskTier(QueuedTier):
+class DiskTier(IndexedTier[DiskEntry]):
     """The disk tier. TierError when the directory cannot be opened, or is open for writing elsewhere.
 
     directory       made if absent; one writer at a time
@@ -68,6 +69,7 @@ class DiskTier(QueuedTier):
         super().__init__("disk", executor)
         self.directory = Path(directory)
         self._sync, self._specs, self._secret = sync, specs, secret
+        self._heads = FrameHeads(specs)
         self._lock = threading.Lock()
         self._writing = threading.RLock()
         make_directory(self.directory)
@@ -76,7 +78,7 @@ class DiskTier(QueuedTier):
         counts: Counter[str] = Counter()
         try:
             self._open_directory(capacity_bytes, map_bytes or max(1 << 30, 2 * capacity_bytes), counts)
-            settings = DiskSettings(self.directory, sync, specs, secret, retry_seconds)
+            settings = DiskSettings(self.directory, sync, specs, self._heads, secret, retry_seconds)
             self._writer = DiskWriter(
                 settings, self._catalog, self._index, self._slots, self._directory_lock, self._lock, self._count
             )
@@ -92,7 +94,7 @@ class DiskTier(QueuedTier):
         self._catalog = open_catalog(
             self.directory, self._directory_lock, map_bytes, self._sync, capacity_bytes, counts
         )
-        self._index = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
+        self._index: DiskIndex = DiskIndex(capacity_bytes, self._slots, self._catalog.account)
         try:
             recover(self._catalog, self._index, self._slots, self.directory, counts)
         except CatalogError as error:
@@ -107,27 +109,10 @@ class DiskTier(QueuedTier):
 
     # the contract ----------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
-        with self._lock:
-            find = self._index.find
-            return [find(key) is not None for key in keys]
-
-    def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
-        with self._lock:
-            family = self._index.families.get(key.family, {})
-            for count, hash in enumerate(hashes):
-                if hash not in family:
-                    return count
-            return len(hashes)
-
     def delete(self, keys: Sequence[CopyKey]) -> int:
-        with self._lock:
-            found = [self._index.find(key) for key in dict.fromkeys(keys)]
-            entries = [entry for entry in found if entry is not None and entry.pin_count == 0]
-            for entry in entries:
-                self._index.unlink(entry)
+        count = super().delete(keys)
         self._tidy()
-        return len(entries)
+        return count
 
     def clear(self) -> None:
         super().clear()
@@ -138,47 +123,14 @@ class DiskTier(QueuedTier):
             except CatalogError as error:
                 raise TierError(f"disk tier {self.directory}: could not be emptied ({error})") from error
 
-    def touch(self, keys: Sequence[CopyKey]) -> None:
-        with self._lock:
-            for key in keys:
-                entry = self._index.find(key)
-                if entry is not None:
-                    self._index.touch(entry)
-
-    def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
-        """Pins hold in this process: they are not written down."""
-        with self._lock:
-            return self._index.pin(keys)
-
-    def unpin(self, keys: Sequence[CopyKey]) -> None:
-        with self._lock:
-            self._index.unpin(keys, self.name)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._index.used_bytes
-
     @property
     def capacity_bytes(self) -> int:
         return self._index.capacity_bytes
 
     @property
-    def copy_count(self) -> int:
-        return self._index.copy_count
-
-    @property
-    def orphan_count(self) -> int:
-        return self._index.orphan_count
-
-    @property
     def file_bytes(self) -> int:
         """What the directory's files take, by the file system's account."""
         return sum(file.stat().st_blocks * 512 for file in self.directory.iterdir())
-
-    def counters(self) -> dict[str, int]:
-        with self._lock:
-            own = dict(self._index.counts)
-        return super().counters() | own
 
     def close(self) -> None:
         super().close()
@@ -217,21 +169,6 @@ class DiskTier(QueuedTier):
 
     # get -------------------------------------------------------------------------------------------------------------
 
-    def _claim(self, jobs: Sequence[Job]) -> list[Any]:
-        with self._lock:
-            entries = [self._index.find(job.key) for job in jobs]
-            for entry in entries:
-                if entry is not None:
-                    entry.reader_count += 1
-                    self._index.touch(entry)
-            return entries
-
-    def _release(self, claims: Sequence[Any]) -> None:
-        with self._lock:
-            for entry in claims:
-                if entry is not None:
-                    self._index.end_read(entry)
-
     def _get_one(self, job: Job, claim: Any) -> ResultCode:
         entry: DiskEntry | None = claim
         if entry is None:
@@ -252,21 +189,19 @@ class DiskTier(QueuedTier):
         return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
 
     def _read(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
-        spec = self._specs(job.key, job.size_bytes)
-        rows = [row for row in job.rows if row.nbytes]
+        rows = job.rows
+        form = self._heads.head(job.key, entry.family, job.size_bytes)
+        head = form.of(job.key.hash)
         if entry.slot is not None:
-            return self._slots.read_frame(entry.slot, spec, rows, self._secret, entry.slot_bytes)
-        value = self._catalog.read_value(entry.generation, entry.frame_bytes)
-        if value is None:
-            return "gone"
-        frame = parse_frame(value, spec, secret=self._secret)
-        if isinstance(frame, FrameFault):
-            return frame
-        at = 0
-        for row in rows:
-            row.data[:] = frame.payload[at : at + row.nbytes]
-            at += row.nbytes
-        return None
+            found = self._slots.read_rows(entry.slot, entry.slot_bytes, head, form.sum_at, rows)
+        else:
+            value = self._catalog.read_value(entry.generation, entry.frame_bytes)
+            if value is None:
+                return "gone"
+            head, found = form.unpacked(job.key.hash, value, rows)
+        if found is None and self._secret is None:
+            return None
+        return form.fault(found, head, self._specs(job.key, job.size_bytes), rows, self._secret)
 
     def _drop(self, entry: DiskEntry, cause: str) -> ResultCode:
         """A copy that cannot be served goes, this generation of it and no other."""

@@ -22,11 +22,11 @@ from typing import NamedTuple
 from kvstore.copy_key import CopyKey
 from kvstore.disk_catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
 from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
-from kvstore.disk_layout import BALLAST_NAME, DiskRecord
+from kvstore.disk_layout import BALLAST_NAME, record_bytes
 from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
-from kvstore.frame import FrameSpec, build_joined_header
 from kvstore.frame_build import joined_checksum
+from kvstore.frame_heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame_specs import SpecSource
 from kvstore.tier import Job, ResultCode, Transfer
 
@@ -43,6 +43,7 @@ class DiskSettings(NamedTuple):
     directory: Path
     sync: str
     specs: SpecSource
+    heads: FrameHeads
     secret: bytes | None
     retry_seconds: float
 
@@ -52,7 +53,7 @@ class _Fresh(NamedTuple):
 
     job: Job
     entry: DiskEntry
-    spec: FrameSpec
+    form: FrameHead
 
 
 class DiskWriter:
@@ -70,6 +71,7 @@ class DiskWriter:
     ) -> None:
         self._settings = settings
         self._sync, self._specs, self._secret = settings.sync, settings.specs, settings.secret
+        self._heads = settings.heads
         self._catalog, self._index, self._slots = catalog, index, slots
         self._directory_lock, self._lock, self._count = directory_lock, lock, count
         self._paused_until = self._raise_at = 0.0
@@ -120,14 +122,14 @@ class DiskWriter:
         if job.size_bytes == 0:
             self._index.counts["empty"] += 1
             return ResultCode.FAILED
-        spec = self._specs(job.key, job.size_bytes)
-        frame_bytes = spec.frame_bytes(1)
+        form = self._heads.head(job.key, job.key.family, job.size_bytes)
+        frame_bytes = form.frame_bytes
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
         entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes)
         if entry is None and self._index.other_readers:  # freed pages cannot be used while an old state is read
             self._index.counts["reader_holds_room"] += 1
-        return _Fresh(job, entry, spec) if entry is not None else ResultCode.FULL
+        return _Fresh(job, entry, form) if entry is not None else ResultCode.FULL
 
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
@@ -157,11 +159,18 @@ class DiskWriter:
                     with self._lock:
                         self._index.note_commit(0, 0)
 
+    def _head(self, one: _Fresh) -> bytearray:
+        """The head of a copy's frame; of a signed one with its sums, for which it reads the rows once more."""
+        job = one.job
+        if self._secret is None:
+            return one.form.of(job.key.hash)
+        return signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
+
     def _write_slot(self, one: _Fresh) -> None:
         entry = one.entry
         if entry.slot is not None:
-            rows = [row for row in one.job.rows if row.nbytes]
-            self._slots.write_frame(entry.slot, one.spec, rows, self._secret, entry.slot_bytes)
+            rows = one.job.rows
+            self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sum_at, rows)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
@@ -173,7 +182,8 @@ class DiskWriter:
         with self._lock:
             tick = self._index.tick
             recency = self._index.take_dirty(_RECENCY_A_COMMIT)
-        additions = [self._addition(one, tick) for one in written]
+        now = int(time.time())
+        additions = [self._addition(one, tick, now) for one in written]
         self._catalog.write(additions, (), recency, self._index.last_generation)
         with self._lock:
             self._index.note_commit(0, 0)
@@ -181,24 +191,17 @@ class DiskWriter:
                 self._index.publish(one.entry)
                 self._index.dirty.pop(one.entry.generation, None)
 
-    def _addition(self, one: _Fresh, tick: int) -> Addition:
-        job, entry, spec = one
-        record = DiskRecord(
-            job.key,
-            job.size_bytes,
-            entry.frame_bytes,
-            entry.slot_bytes,
-            entry.slot,
-            entry.generation,
-            tick,
-            int(time.time()),
-            job.parent,
-        )
+    def _addition(self, one: _Fresh, tick: int, written_at: int) -> Addition:
+        job, entry, form = one
+        place = (job.size_bytes, entry.frame_bytes, entry.slot_bytes, entry.slot)
+        record = record_bytes(job.key.to_bytes(), job.parent, place, entry.generation, tick, written_at)
         value = None
         if entry.slot is None:
-            header = build_joined_header(spec, job.rows, joined_checksum(job.rows), secret=self._secret)
-            value = b"".join((header, *(row.data for row in job.rows)))
-        return Addition(entry.digest, record.to_bytes(), entry.generation, value)
+            head = form.filled(job.key.hash, joined_checksum(job.rows))
+            if self._secret is not None:
+                head = signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
+            value = b"".join((head, *(row.data for row in job.rows)))
+        return Addition(entry.digest, record, entry.generation, value)
 
     def _settle_entries(
         self,

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-import xxhash
-
 from kvstore.frame_build import build_header, build_into, build_joined_header, build_scatter
 from kvstore.frame_layout import (
     CHECK_BYTES,
@@ -31,12 +28,12 @@ from kvstore.frame_layout import (
     VERSION,
     FrameSpec,
     Segment,
-    cache_chunks,
     header_layout,
     keyed_hash,
     padded_name,
 )
 from kvstore.tier import Buffer, ByteRow, as_byte_row
+from quant.native.checksum import Checksum, checksum
 
 __all__ = [
     "Frame",
@@ -99,7 +96,7 @@ class FrameHeader:
         segment, bytes_ = self.segments[index], as_byte_row(row)
         if bytes_.nbytes != segment.byte_count:
             return FrameFault.LENGTH
-        if xxhash.xxh3_128_digest(bytes_.data) != segment.checksum:
+        if checksum(bytes_) != segment.checksum:
             return FrameFault.PAYLOAD_CHECKSUM
         return None
 
@@ -115,15 +112,13 @@ class FrameHeader:
         return self.check_keyed([row], secret)
 
     def copy_payload(self, payload: Buffer, out: Buffer, secret: bytes | None = None) -> FrameFault | None:
-        """Copy the payload to `out` and check what arrived there, piece by piece while it lies in cache."""
+        """Copy the payload to `out` and check what arrived there, on the way."""
         source, target = as_byte_row(payload), as_byte_row(out, writable=True)
         if source.nbytes != self.payload_bytes or target.nbytes != self.payload_bytes:
             return FrameFault.LENGTH
         for segment in self.segments:
-            state = xxhash.xxh3_128()
-            for start, stop in cache_chunks(segment.offset, segment.offset + segment.byte_count):
-                np.copyto(target[start:stop], source[start:stop])
-                state.update(target[start:stop].data)
+            state, stop = Checksum(), segment.offset + segment.byte_count
+            state.copy(source[segment.offset : stop], target[segment.offset : stop])
             if state.digest() != segment.checksum:
                 return FrameFault.PAYLOAD_CHECKSUM
         return self.check_keyed([target], secret)
@@ -233,7 +228,7 @@ def _checked_header(
         segments.append(segment)
     if offset != spec.payload_bytes or layer != spec.key.layers[1]:
         return FrameFault.TABLE
-    if xxhash.xxh3_128_digest(header[:-CHECK_BYTES]) != header[-CHECK_BYTES:]:
+    if checksum(header[:-CHECK_BYTES]) != header[-CHECK_BYTES:]:
         return FrameFault.HEADER_CHECKSUM
     padding = header[FIXED.size + len(spec.key.parameters) : table_at] + header[table_end : -CHECK_BYTES - MAC_BYTES]
     if any(padding) or (not is_keyed and any(header[-CHECK_BYTES - MAC_BYTES : -CHECK_BYTES])):

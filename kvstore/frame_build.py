@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
 from allocator.errors import UsageError
 from kvstore.frame_layout import (
@@ -23,12 +22,12 @@ from kvstore.frame_layout import (
     SEGMENT,
     VERSION,
     FrameSpec,
-    cache_chunks,
     header_layout,
     keyed_hash,
     padded_name,
 )
 from kvstore.tier import Buffer, ByteRow, as_byte_row
+from quant.native.checksum import Checksum, checksum
 
 
 def build_header(
@@ -45,7 +44,7 @@ def build_header(
     """
     rows = [as_byte_row(piece) for piece in pieces]
     ranges = _checked_ranges(spec, rows, layer_ranges)
-    return _header(spec, ranges, rows, [xxhash.xxh3_128_digest(row.data) for row in rows], secret)
+    return _header(spec, ranges, rows, [checksum(row) for row in rows], secret)
 
 
 def build_scatter(
@@ -78,10 +77,8 @@ def build_into(
     at, written, checksums = spec.header_bytes(len(rows)), [], []
     for row in rows:
         place = target[at : at + row.nbytes]
-        state = xxhash.xxh3_128()
-        for start, stop in cache_chunks(0, row.nbytes):
-            np.copyto(place[start:stop], row[start:stop])
-            state.update(place[start:stop].data)
+        state = Checksum()
+        state.copy(row, place)
         written.append(place)
         checksums.append(state.digest())
         at += row.nbytes
@@ -106,11 +103,16 @@ def build_joined_header(
     return _header(spec, [spec.key.layers], rows, [checksum], secret, [total])
 
 
+def blank_header(spec: FrameSpec) -> bytes:
+    """The header of an unsigned frame of one segment, with zeros where the payload's checksum goes."""
+    return _header(spec, [spec.key.layers], [], [bytes(CHECK_BYTES)], None, [spec.payload_bytes])
+
+
 def joined_checksum(pieces: Sequence[Buffer]) -> bytes:
     """XXH3-128 of the pieces in order, for build_joined_header."""
-    state = xxhash.xxh3_128()
+    state = Checksum()
     for piece in pieces:
-        state.update(as_byte_row(piece).data)
+        state.update(as_byte_row(piece))
     return state.digest()
 
 
@@ -175,11 +177,11 @@ def _header(
     )
     header[FIXED.size : FIXED.size + len(key.parameters)] = key.parameters
     offset = 0
-    for index, (size, (start, stop), checksum) in enumerate(zip(sizes, ranges, checksums, strict=True)):
-        SEGMENT.pack_into(header, table_at + index * SEGMENT.size, offset, size, start, stop, 0, checksum)
+    for index, (size, (start, stop), digest) in enumerate(zip(sizes, ranges, checksums, strict=True)):
+        SEGMENT.pack_into(header, table_at + index * SEGMENT.size, offset, size, start, stop, 0, digest)
         offset += size
     mac_at = header_bytes - CHECK_BYTES - MAC_BYTES
     if secret is not None:
         header[mac_at : mac_at + MAC_BYTES] = keyed_hash(secret, bytes(header[:mac_at]), rows)
-    header[-CHECK_BYTES:] = xxhash.xxh3_128_digest(bytes(header[:-CHECK_BYTES]))
+    header[-CHECK_BYTES:] = checksum(header[:-CHECK_BYTES])
     return bytes(header)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allocator.errors import UsageError
@@ -22,11 +22,11 @@ SECRET_BYTES = (16, 64)  # shortest and longest
 EXACT_FLAG, KEYED_FLAG = 1, 2
 FIXED = struct.Struct("<8sHHI32s16s16s16sHHIHHHHIIQQIHH")
 SEGMENT = struct.Struct("<QQHHI16s")
+HASH_AT, SEGMENT_SUM_AT = 16, 24  # in the fixed fields, in a segment
 MAC_BYTES, CHECK_BYTES = 32, 16
 MOST_SEGMENTS = 4096
 NAME_BYTES = 16
 ROOT_BYTES = 16
-_CHUNK_BYTES = 256 << 10  # copied and checked while it lies in cache
 _PERSON = b"kvstore frame"
 
 
@@ -80,11 +80,6 @@ def header_layout(parameters_bytes: int, segment_count: int) -> tuple[int, int, 
 
 def padded_name(text: str) -> bytes:
     return text.encode("ascii").ljust(NAME_BYTES, b"\x00")
-
-
-def cache_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for at in range(start, stop, _CHUNK_BYTES):
-        yield at, min(at + _CHUNK_BYTES, stop)
 
 
 def keyed_hash(secret: bytes, start: bytes, pieces: Sequence[ByteRow]) -> bytes:

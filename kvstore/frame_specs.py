@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
 
 SpecSource: TypeAlias = Callable[[CopyKey, int], FrameSpec]
-"""(key, payload bytes) -> the frame that a copy of this key has."""
+"""(key, payload bytes) -> the frame that a copy of this key has. For keys of one family only `key` differs in it."""
 
 
 def plain_specs(key: CopyKey, payload_bytes: int) -> FrameSpec:

@@ -275,6 +275,14 @@ class Growth:
 
     # -- fork ---------------------------------------------------------------------------------------------------
 
+    def release(self, sequence: Sequence) -> None:
+        """Give back all that a sequence holds."""
+        self.drop_tails(sequence)
+        for table in sequence.tables:
+            if sequence.exact:
+                self._pool.drop_exact(table.ids())
+            table.release()
+
     def fork(self, parent: Sequence, child_id: str) -> Sequence:
         """A child with holds of its own. UsageError while the parent has written tokens that are not committed."""
         if parent.written != parent.committed:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from allocator.errors import ConfigError, IntegrityError
@@ -20,12 +21,12 @@ from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
 from kvstore.host_arena import HostArena
 from kvstore.host_index import HostEntry, HostIndex
-from kvstore.queued_tier import QueuedTier
-from kvstore.tier import Job, ResultCode
+from kvstore.indexed_tier import IndexedTier
+from kvstore.tier import Fading, Job, Loan, ResultCode
 from quant.native import pages
 
 
-class HostTier(QueuedTier):
+class HostTier(IndexedTier[HostEntry]):
     """The host tier.
 
     capacity_bytes  budget; the arena is this long and nothing else holds payload
@@ -33,6 +34,9 @@ class HostTier(QueuedTier):
     slot_bytes      sizes to expect (full and INT4 block bytes of each group), so that extents fit them well
     prefault        touch the arena's pages in the background, so that first writes do not pay for it
     """
+
+    private_memory = True
+    put_batch_copies = 1
 
     def __init__(
         self,
@@ -49,33 +53,10 @@ class HostTier(QueuedTier):
         super().__init__(name, executor, queue_limit_items=queue_limit_items)
         self._lock = threading.Lock()
         self._arena = HostArena(capacity_bytes, prefault=prefault)
-        self._index = HostIndex(capacity_bytes, slot_bytes)
+        self._index: HostIndex = HostIndex(capacity_bytes, slot_bytes)
         self._generation = 0
 
     # the contract ----------------------------------------------------------------------------------------------------
-
-    def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
-        with self._lock:
-            find = self._index.find
-            return [find(key) is not None for key in keys]
-
-    def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
-        with self._lock:
-            family = self._index.families.get(key.family)
-            if not family:
-                return 0
-            for count, hash in enumerate(hashes):
-                if hash not in family:
-                    return count
-            return len(hashes)
-
-    def delete(self, keys: Sequence[CopyKey]) -> int:
-        with self._lock:
-            found = [self._index.find(key) for key in dict.fromkeys(keys)]
-            entries = [entry for entry in found if entry is not None and entry.pin_count == 0]
-            for entry in entries:
-                self._index.unlink(entry)
-            return len(entries)
 
     def clear(self) -> None:
         with self._lock:
@@ -86,24 +67,24 @@ class HostTier(QueuedTier):
                 for entry in list(family.values()):
                     self._index.unlink(entry)
 
-    def touch(self, keys: Sequence[CopyKey]) -> None:
+    def lend(self, keys: Sequence[CopyKey]) -> list[Loan | None]:
+        loans: list[Loan | None] = []
         with self._lock:
             for key in keys:
                 entry = self._index.find(key)
-                if entry is not None:
-                    self._index.touch(entry)
+                if entry is None:
+                    loans.append(None)
+                    continue
+                entry.reader_count += 1
+                row = self._arena.memory[entry.offset : entry.offset + entry.size_bytes]
+                loans.append(Loan(row, partial(self._release, (entry,))))
+        return loans
 
-    def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
+    def fading(self, count: int | None) -> list[Fading]:
         with self._lock:
-            return self._index.pin(keys)
-
-    def unpin(self, keys: Sequence[CopyKey]) -> None:
-        with self._lock:
-            self._index.unpin(keys, self.name)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._index.used_bytes
+            index = self._index
+            found = index.fading(count) if count is not None else sorted(index.linked(), key=lambda one: -one.tick)
+            return [Fading(one.key, one.parent, one.size_bytes, one.use_count > 0) for one in found]
 
     @property
     def peak_bytes(self) -> int:
@@ -114,24 +95,10 @@ class HostTier(QueuedTier):
     def capacity_bytes(self) -> int:
         return self._arena.capacity_bytes
 
-    @property
-    def copy_count(self) -> int:
-        return self._index.copy_count
-
-    @property
-    def orphan_count(self) -> int:
-        """Stored copies whose parent block was named and has no stored copy here."""
-        return self._index.orphan_count
-
     def collect_orphans(self) -> int:
         """Drop the orphans, and what becomes one by that; how many copies. For a store that knows no other tier."""
         with self._lock:
             return self._index.collect_orphans()
-
-    def counters(self) -> dict[str, int]:
-        with self._lock:
-            own = dict(self._index.counts)
-        return super().counters() | own
 
     def wait_prefaulted(self, timeout_seconds: float) -> bool:
         """True once every page has been touched, or when this system cannot do it in the background."""
@@ -175,21 +142,6 @@ class HostTier(QueuedTier):
                 else:
                     self._index.abandon(entry)
         return result
-
-    def _claim(self, jobs: Sequence[Job]) -> list[Any]:
-        with self._lock:
-            entries = [self._index.find(job.key) for job in jobs]
-            for entry in entries:
-                if entry is not None:
-                    entry.reader_count += 1
-                    self._index.touch(entry)
-            return entries
-
-    def _release(self, claims: Sequence[Any]) -> None:
-        with self._lock:
-            for entry in claims:
-                if entry is not None:
-                    self._index.end_read(entry)
 
     def _get_one(self, job: Job, claim: Any) -> ResultCode:
         entry: HostEntry | None = claim

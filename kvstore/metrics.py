@@ -45,6 +45,7 @@ _SERIES = {
     "promoted_blocks": _Series("counter", "Copies read up and kept without a waiting sequence", ("tier",)),
     "demoted_blocks": _Series("counter", "Copies spilled and dropped above", ("tier",)),
     "evicted_blocks": _Series("counter", "Copies dropped to make room", ("tier", "cause")),
+    "offered_blocks": _Series("counter", "Copies offered to a tier, by what became of it", ("tier", "outcome")),
     "dropped_blocks": _Series("counter", "Copies not written: queue full, tier full or failing", ("tier", "cause")),
     "copied_blocks": _Series("counter", "Blocks copied on write"),
     # transfers
@@ -57,6 +58,7 @@ _SERIES = {
     "tier_capacity_bytes": _Series("gauge", "Byte budget", ("tier",)),
     "class_bytes": _Series("gauge", "Device bytes of live blocks by class", ("class",)),
     "queue_depth": _Series("gauge", "Blocks waiting or under way", ("queue",)),
+    "staged_bytes": _Series("gauge", "Bytes in buffers on their way to slower tiers"),
     "resident_tokens": _Series("gauge", "Tokens whose KV is on the device"),
     "waste_fraction": _Series("gauge", "Extent remainders and unfilled token slots over bytes of extents in use"),
     "sequences": _Series("gauge", "Live sequences"),
@@ -84,6 +86,12 @@ class StoreMetrics(Collector):
         if amount:
             with self._lock:
                 self._values[key] = self._values.get(key, 0) + amount
+
+    def raise_to(self, name: str, total: float, **labels: str) -> None:
+        """A counter that somebody else keeps: what it says now, never less than before."""
+        key = self._key("counter", name, labels)
+        with self._lock:
+            self._values[key] = max(total, self._values.get(key, 0))
 
     def counter(self, name: str, **labels: str) -> Callable[[int], None]:
         """`add` of one series whose name and labels are checked now, once, for a caller in a hurry."""
@@ -172,6 +180,10 @@ class StoreMetrics(Collector):
 
     def dropped(self, cause: str, blocks: int = 1, *, tier: str = "any") -> None:
         self.add("dropped_blocks", blocks, tier=tier, cause=cause)
+
+    def offered(self, outcome: str, blocks: int = 1, *, tier: str) -> None:
+        """outcome: admitted, refused (by the tier's policy), coalesced (stored or queued already)."""
+        self.add("offered_blocks", blocks, tier=tier, outcome=outcome)
 
     def computed(self, tokens: int) -> None:
         self.add("computed_tokens", tokens)

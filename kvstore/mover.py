@@ -1,4 +1,4 @@
-"""Movement of blocks: cool, spill and fetch, in bounded queues.
+"""Movement of blocks: cool and fetch, in bounded queues; writing down is in `write_behind`.
 
 Decisions are made by `KVStore` under its lock; this file turns them into fenced transfers and brings the outcomes
 back. Nothing here waits and nothing here takes a lock: `start_*` enqueue, the executor copies or encodes without
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kvstore.executor import Executor
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy
-    from kvstore.tier import Completion, CopyKey, Tier, Transfer
+    from kvstore.tier import Completion, Tier, Transfer
+    from kvstore.write_behind import WriteBehind
 
 
 _LOG = logging.getLogger(__name__)
@@ -42,15 +43,6 @@ class _CoolJob:
     cause: str
     accepted: list[bool] | None = None
     failure: BaseException | None = None
-
-
-@dataclass(slots=True)
-class _SpillJob:
-    tier: Tier
-    block_ids: list[int]
-    hashes: list[bytes]
-    payload_bytes: int
-    drop: bool
 
 
 @dataclass(slots=True)
@@ -82,8 +74,8 @@ class Mover:
         metrics: StoreMetrics,
         costs: CostModel,
         *,
+        writes: WriteBehind,
         cool_queue_limit: int,
-        spill_inflight_limit: int,
         waker: Callable[[], None],
     ) -> None:
         self._pool = pool
@@ -91,13 +83,12 @@ class Mover:
         self._executor = executor
         self._metrics = metrics
         self._costs = costs
-        self._spill_inflight_limit = spill_inflight_limit
+        self._writes = writes
         self._waker = waker
-        self._spills: dict[Transfer, _SpillJob] = {}
+        self.on_cooled: Callable[[list[int]], None] | None = None  # told of blocks that were encoded or stay raw
         self._fetches: dict[Transfer, _FetchJob] = {}
         self._cooled: SimpleQueue[_CoolJob] = SimpleQueue()
         self._cooling = 0
-        self._spilling_blocks = 0
         self.cool_generation = 0  # grows whenever blocks have cooled, so that sequences look at their own again
         self._refused: dict[int, bytes] = {}  # id -> hash of blocks that the codec refused: they stay raw for good
         self._cool_queue: deque[tuple[int, bytes, str]] = deque(maxlen=cool_queue_limit)
@@ -105,14 +96,18 @@ class Mover:
     @property
     def in_flight_blocks(self) -> int:
         """Blocks whose transfer has not been drained; memory may come free once it is."""
-        return self._cooling + self._spilling_blocks + sum(len(job.copies) for job in self._fetches.values())
+        return self._cooling + self._writes.fenced_blocks + sum(len(job.copies) for job in self._fetches.values())
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether anything is under way that a `drain` will bring back, copies that fence no block included."""
+        return self.in_flight_blocks > 0 or self._writes.under_way_blocks > 0
 
     def depths(self) -> dict[str, int]:
         """Blocks that wait or are under way, by queue."""
         return {
             "cool": len(self._cool_queue),
             "cooling": self._cooling,
-            "spilling": self._spilling_blocks,
             "fetching": sum(len(job.copies) for job in self._fetches.values()),
         }
 
@@ -131,6 +126,7 @@ class Mover:
         pool = self._pool
         begun: dict[str, list[tuple[int, int]]] = {}
         count = 0
+        held: list[tuple[int, bytes, str]] = []  # being copied down: their turn comes again
         while self._cool_queue and count < limit:
             block_id, block_hash, cause = self._cool_queue.popleft()
             if pool.hash_of(block_id) != block_hash or pool.form_of(block_id) != FULL or self.was_refused(block_id):
@@ -139,9 +135,12 @@ class Mover:
             if target is not None:
                 begun.setdefault(cause, []).append((block_id, target))
                 count += 1
+            elif pool.in_flight(block_id) and not pool.is_changing(block_id):
+                held.append((block_id, block_hash, cause))
             elif not (pool.in_flight(block_id) or pool.is_pinned(block_id) or pool.exact_holders[block_id]):
                 self._cool_queue.appendleft((block_id, block_hash, cause))  # no INT4 slot to be had yet: a later step
                 break
+        self._cool_queue.extend(held)
         for cause, blocks in begun.items():
             self._submit_cool(blocks, cause)
         return count
@@ -211,79 +210,13 @@ class Mover:
         self._metrics.cooled(cooled, cause=job.cause)
         if cooled:
             self.cool_generation += 1
+        if self.on_cooled is not None:
+            self.on_cooled(job.block_ids)
         if isinstance(job.failure, Exception):  # counted above: a block that was not encoded is still right
             _LOG.error("kvstore: encoding %d blocks failed", len(job.block_ids), exc_info=job.failure)
         elif job.failure is not None:
             raise job.failure
         return cooled
-
-    # -- spill --------------------------------------------------------------------------------------------------
-
-    @property
-    def spill_room(self) -> int:
-        """Blocks that may be submitted before the in-flight limit is reached."""
-        return max(0, self._spill_inflight_limit - self._spilling_blocks)
-
-    def start_spill(
-        self, tier: Tier, blocks: Sequence[tuple[int, CopyKey, bytes | None]], *, drop: bool = False
-    ) -> int:
-        """Copy blocks down to `tier`: (block id, key, hash of the parent block). Returns how many were submitted.
-
-        drop: demote, that is give up the idle block above once its copy is there.
-
-        Past the in-flight limit the rest is dropped and counted: a slow tier never makes a step wait.
-        """
-        room = self.spill_room
-        if room < len(blocks):
-            self._metrics.dropped("queue_full", len(blocks) - room, tier=tier.name)
-            blocks = blocks[:room]
-        if not blocks:
-            return 0
-        pool, device = self._pool, self._device
-        block_ids = [block_id for block_id, _, _ in blocks]
-        pool.begin_transfer(block_ids)
-        try:
-            items = [
-                (key, [device.read_buffer(pool.group_of(one), pool.form_of(one), pool.slot_of(one))], parent)
-                for one, key, parent in blocks
-            ]
-            transfer = tier.submit_put(items)
-        except Exception:  # counted: a copy that is not made is a later miss, no reason to stop
-            pool.end_transfer(block_ids)
-            self._metrics.dropped("not_submitted", len(block_ids), tier=tier.name)
-            _LOG.exception("kvstore: %d copies to tier %s could not start", len(block_ids), tier.name)
-            return 0
-        total = sum(buffers[0].nbytes for _, buffers, _ in items)
-        self._spills[transfer] = _SpillJob(tier, block_ids, [key.hash for _, key, _ in blocks], total, drop)
-        self._spilling_blocks += len(block_ids)
-        return len(block_ids)
-
-    def _finish_spill(self, job: _SpillJob, results: Sequence[ResultCode]) -> int:
-        self._spilling_blocks -= len(job.block_ids)
-        self._pool.end_transfer(job.block_ids)
-        self._metrics.transferred(job.tier.name, "put", results, job.payload_bytes)
-        stored = 0
-        for result in results:
-            if result is ResultCode.OK:
-                stored += 1
-            else:
-                self._metrics.dropped(result.value, tier=job.tier.name)
-        self._metrics.spilled(job.tier.name, stored)
-        if job.drop:
-            self._drop_above(job, results)
-        return stored
-
-    def _drop_above(self, job: _SpillJob, results: Sequence[ResultCode]) -> None:
-        """The second half of a demotion, for blocks that nobody has taken up since."""
-        pool = self._pool
-        gone = [
-            block_id
-            for block_id, block_hash, result in zip(job.block_ids, job.hashes, results, strict=False)
-            if result is ResultCode.OK and pool.is_idle(block_id) and pool.hash_of(block_id) == block_hash
-            if not (pool.in_flight(block_id) or pool.is_pinned(block_id))
-        ]
-        pool.evict(gone)
-        self._metrics.demoted(job.tier.name, len(gone))
 
     # -- fetch --------------------------------------------------------------------------------------------------
 
@@ -361,6 +294,7 @@ class Mover:
         """Apply everything that has finished. An unknown completion (cancelled, late) changes nothing."""
         drained = Drained()
         failure: BaseException | None = None
+        self._writes.take_staged()
         for tier in tiers:
             for completion in tier.poll():
                 try:
@@ -381,9 +315,9 @@ class Mover:
         return drained
 
     def _finish(self, completion: Completion, drained: Drained, now: float) -> None:
-        spill = self._spills.pop(completion.transfer, None)
-        if spill is not None:
-            drained.spilled += self._finish_spill(spill, completion.results)
+        stored = self._writes.finish(completion)
+        if stored is not None:
+            drained.spilled += stored
             return
         fetch = self._fetches.pop(completion.transfer, None)
         if fetch is not None:

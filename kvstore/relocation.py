@@ -93,9 +93,9 @@ class Relocation:
             if not (pool.in_flight(block_id) or pool.is_pinned(block_id))
         ]
         copies = upkeep.copies_of(found)
-        present = tier.contains([key for _, key, _ in copies]) if copies else []
-        below = [copy[0] for copy, there in zip(copies, present, strict=True) if there]
+        present = tier.contains([copy.key for copy in copies]) if copies else []
+        below = [copy.block_id for copy, there in zip(copies, present, strict=True) if there]
         pool.evict(below)
         self._metrics.demoted(tier.name, len(below))
         missing = [copy for copy, there in zip(copies, present, strict=True) if not there]
-        return len(below) + upkeep.mover.start_spill(tier, missing, drop=True)
+        return len(below) + upkeep.writes.demote(tier, missing)

@@ -124,6 +124,7 @@ class Sequence:
     reused_tokens: int = 0
     pending: list[PendingCopy] = field(default_factory=list)
     private_from: int | None = None  # first token position whose blocks must not be named
+    noted_blocks: int = 0  # leading blocks whose use the policy of slower tiers has been told of
     held_tails: dict[int, int] = field(default_factory=dict)  # group -> partly filled sealed block kept from cooling
 
     def fork(self, sequence_id: str) -> Sequence:

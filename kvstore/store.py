@@ -15,8 +15,9 @@ import time
 from typing import TYPE_CHECKING
 
 from allocator import DuplicateSequence, KVGeometry, UnknownSequence, UsageError
-from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, text_id, whole
+from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, duration, text_id, whole
 from kvstore.assembly import assemble
+from kvstore.closing import DRAIN_SECONDS, close_parts
 from kvstore.config import KVStoreConfig
 from kvstore.operations import state_kernel_paths
 from kvstore.prompts import Prompts
@@ -302,7 +303,7 @@ class KVStore:
         with self._lock:
             sequence = self._running(sequence_id)
             sequence.prefill_done = True
-            self._upkeep.enqueue_cool(sequence)
+            self._upkeep.prefill_done(sequence)
 
     # -- what the forward pass reads ----------------------------------------------------------------------------
 
@@ -342,6 +343,7 @@ class KVStore:
     def finish(self, sequence_id: str) -> None:
         """End a sequence; what it sealed stays as hits until evicted."""
         with self._lock:
+            self._upkeep.offer_sequence(self._sequence(sequence_id))
             self._release(self._sequence(sequence_id))
             self.metrics.forget_request(sequence_id)
 
@@ -354,11 +356,7 @@ class KVStore:
 
     def _release(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
-        self._growth.drop_tails(sequence)
-        for table in sequence.tables:
-            if sequence.exact:
-                self.pool.drop_exact(table.ids())
-            table.release()
+        self._growth.release(sequence)
 
     # -- upkeep -------------------------------------------------------------------------------------------------
 
@@ -376,7 +374,7 @@ class KVStore:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer has ended or the time is up; for loops with nothing else to do. Then call `step`."""
         with self._lock:
-            if self._closed or not self._upkeep.mover.in_flight_blocks:
+            if self._closed or not self._upkeep.mover.is_moving:
                 return False
         return self._arrived.wait(timeout_seconds)
 
@@ -386,7 +384,7 @@ class KVStore:
 
     def _state_gauges(self) -> None:
         with self._lock:
-            state_gauges(self.metrics, self.usage(), self._upkeep.mover.depths(), self.tiers)
+            state_gauges(self.metrics, self.usage(), self._upkeep, self.tiers)
         state_kernel_paths(self.metrics, self._device)
 
     def reset(self) -> None:
@@ -407,18 +405,20 @@ class KVStore:
     def check_invariants(self) -> None:
         """Raise IntegrityError naming the first invariant that does not hold."""
         with self._lock:
-            check_store(self.pool, self._sequences)
+            check_store(self.pool, self._sequences, self._upkeep.writes)
 
-    def close(self) -> None:
-        """Stop movement, close the tiers that this store made or was given. Closing twice is harmless."""
+    def close(self, drain_seconds: float = DRAIN_SECONDS) -> None:
+        """Write what is named and worth it to disk and remote, for `drain_seconds` at most, then close the tiers.
+
+        What was left is counted (`dropped_blocks`, cause close). Closing twice is harmless.
+        """
+        seconds = duration("drain_seconds", drain_seconds)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._sequences.clear()
-        self._parts.executor.close()
-        for tier in self._parts.tiers:
-            tier.close()
+        close_parts(self._parts, self._lock, self._arrived, seconds, self._clock())
 
     def __enter__(self) -> KVStore:
         return self

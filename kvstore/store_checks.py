@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool
     from kvstore.sequence import Sequence
+    from kvstore.write_behind import WriteBehind
 
 
-def check_store(pool: BlockPool, sequences: Mapping[str, Sequence]) -> None:
+def check_store(pool: BlockPool, sequences: Mapping[str, Sequence], writes: WriteBehind) -> None:
     """Raise IntegrityError naming the first invariant that does not hold."""
     pool.check_invariants([table for sequence in sequences.values() for table in sequence.tables])
     for sequence in sequences.values():
         _check_sequence(sequence)
     _check_exact_holders(pool, sequences)
+    writes.check()
 
 
 def _check_sequence(sequence: Sequence) -> None:

@@ -125,10 +125,33 @@ class Completion:
     results: tuple[ResultCode, ...]
 
 
+class Fading(NamedTuple):
+    """A copy that would be evicted soon. is_used: somebody has read or wanted it since it was stored."""
+
+    key: CopyKey
+    parent: bytes | None
+    size_bytes: int
+    is_used: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A stored copy's own bytes, to be read in place: it is not evicted and its slot not reused before `end`."""
+
+    row: ByteRow
+    end: Callable[[], None]
+
+
 class Tier(ABC):
     """One place for copies: see the rules at the top of this module."""
 
     name: str
+
+    private_memory = False
+    """Copies lie in this process's memory: they cost a memcpy, and go with the process."""
+
+    put_batch_copies = 16
+    """A put of fewer copies costs more a copy: with another under way it is better to wait for that many."""
 
     @abstractmethod
     def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
@@ -198,6 +221,20 @@ class Tier(ABC):
         """Give back pins that pin() granted. UsageError when one was not, and then nothing changes."""
         if keys:
             raise UsageError(f"tier {self.name}: unpin of {len(keys)} keys; this tier pins nothing")
+
+    def lend(self, keys: Sequence[CopyKey]) -> list[Loan | None]:
+        """The bytes of copies where they lie, to feed a tier below. Not a use of the copy: it ages on.
+
+        None where absent, or where this tier has no bytes to lend. Every loan must be ended.
+        """
+        return [None] * len(keys)
+
+    def fading(self, count: int | None) -> list[Fading]:
+        """Copies that would be evicted next, each named once since its last use; None: all there are, warmest first.
+
+        None at all where this tier does not know.
+        """
+        return []
 
     @abstractmethod
     def set_waker(self, waker: Callable[[], None] | None) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allocator import COLD, FULL, TierError
+from kvstore.spill_queue import Waiting
+from kvstore.tier_admission import Candidate, Cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from kvstore.mover import Mover
     from kvstore.residency import Residency
     from kvstore.sequence import PendingCopy, Sequence
-    from kvstore.tier import CopyKey, Tier
+    from kvstore.tier import Fading, Tier
+    from kvstore.write_behind import WriteBehind
 
+_FADING_SHARE = 0.75  # of own memory in use, from where on what goes next is offered below
 _SHORT_STEPS = 4  # room is short when it would be gone after this many steps' worth of movement
 
 
@@ -45,6 +49,7 @@ class _Name:
     root: bytes
     parent: bytes | None
     copied: tuple[int, int] | None = None  # (form, when it became idle) of the copy that was last asked for
+    prefix_tokens: int = 0  # of the longest prompt or turn with it that has been computed, for slower tiers
 
 
 @dataclass(slots=True)
@@ -54,12 +59,19 @@ class Upkeep:
     device: BlockBytes
     residency: Residency
     mover: Mover
+    writes: WriteBehind
     tiers: tuple[Tier, ...]
     config: KVStoreConfig
     sequences: Mapping[str, Sequence]
     cools: bool = False
+    slower: tuple[Tier, ...] = ()  # those that are not the store's own memory: written behind, by policy
     _names: dict[int, _Name] = field(default_factory=dict)  # root and parent hash by block id, for copies below
     _starved: int | None = None
+
+    def __post_init__(self) -> None:
+        self.slower = tuple(tier for tier in self.tiers if not tier.private_memory)
+        if self.slower and self.cools:
+            self.mover.on_cooled = self._offer_cooled
 
     # -- called by the facade -----------------------------------------------------------------------------------
 
@@ -103,6 +115,7 @@ class Upkeep:
         Raises TierError when a tier cannot be reached, after all have been tried.
         """
         self._names.clear()
+        self.writes.clear("reset")
         failures = []
         for tier in self.tiers:
             try:
@@ -140,6 +153,11 @@ class Upkeep:
             self.mover.enqueue_cool(named, "age" if sequence.prefill_done else "pressure")
         sequence.cool_cursor = limit
 
+    def prefill_done(self, sequence: Sequence) -> None:
+        """A prompt is computed: its blocks may cool from now on, and may be worth a copy."""
+        self.enqueue_cool(sequence)
+        self.offer_sequence(sequence)
+
     def spill_sequence(self, sequence: Sequence) -> None:
         """Copy down what only this sequence holds, front first: a hit is a leading run."""
         if not self.tiers:
@@ -150,7 +168,57 @@ class Upkeep:
                 for block_id in table.ids()[: sequence.sealed_blocks].tolist()
                 if block_id >= 0 and self.pool.ref_count(block_id) == 1
             ]
-            self._spill(ids)
+            self._spill(ids, Cause.PREEMPTED)
+
+    def offer_sequence(self, sequence: Sequence) -> None:
+        """Its prompt, or its turn, has been computed: offer what it sealed to the slower tiers, front first.
+
+        Blocks that are about to cool are offered once they have: a copy in the form that they will keep is enough.
+        """
+        blocks = sequence.sealed_blocks
+        if not self.slower or not blocks or not sequence.shared:
+            return
+        self.writes.admission.note_use(sequence.chain.hashes[sequence.noted_blocks : blocks])
+        sequence.noted_blocks = max(blocks, sequence.noted_blocks)
+        block_tokens, pool = self.geometry.block_tokens, self.pool
+        cooling = range(0)
+        if self.cools and not sequence.exact:
+            cooling = range(1, (sequence.committed - self.config.residual_tokens) // block_tokens)
+        for table in sequence.tables:
+            now = []
+            for position, block_id in enumerate(table.ids()[:blocks].tolist()):
+                name = self._names.get(block_id) if block_id >= 0 else None
+                if name is not None:
+                    name.prefix_tokens = max(name.prefix_tokens, blocks * block_tokens)
+                    cools = position in cooling and pool.form_of(block_id) == FULL
+                    if not cools or self.mover.was_refused(block_id):
+                        now.append(block_id)
+            self.offer(now, self.slower, Cause.COMPUTED)
+
+    def _offer_cooled(self, ids: Items[int]) -> None:
+        """Blocks that were encoded, or that the codec refused."""
+        self.offer(ids, self.slower, Cause.COMPUTED)
+
+    def offer(self, ids: Items[int], tiers: Items[Tier] | None = None, cause: Cause = Cause.ASKED) -> None:
+        """Have device blocks copied down in the background: to `tiers` (None: all), front of a prefix first.
+
+        What a slower tier's policy does not want, and what is stored, queued or without a name, is left out.
+        """
+        copies = self.copies_of(ids)
+        for tier in self.tiers if tiers is None else tiers:
+            self._offer_to(tier, copies, cause, urgent=False)
+
+    def _offer_to(self, tier: Tier, copies: Items[Waiting], cause: Cause, *, urgent: bool) -> Items[Waiting]:
+        if not copies:
+            return copies
+        return self.writes.offer(tier, copies, self._candidates(copies, cause), urgent=urgent)
+
+    def _candidates(self, copies: Items[Waiting], cause: Cause) -> list[Candidate]:
+        tokens, names = self.geometry.block_tokens, self._names
+        return [
+            Candidate(copy.key.hash, cause, tokens, copy.size_bytes, names[copy.block_id].prefix_tokens)
+            for copy in copies
+        ]
 
     # -- step ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +238,9 @@ class Upkeep:
         self.mover.start_cool(self.config.cool_blocks_per_step)
         for group in range(len(self.geometry.groups)):
             self._relieve(group)
+        if self.tiers:
+            self._offer_fading()
+            self.writes.pump()
         after = self.drain(now)
         return StepReport(
             cooled_blocks=before.cooled_blocks + after.cooled_blocks,
@@ -206,7 +277,7 @@ class Upkeep:
             self.mover.start_cool_idle(coldest)
         for form in (FULL, COLD) if self.cools else (FULL,):
             if self.tiers and self._is_short(group, form):
-                self._spill(pool.coldest(group, config.spill_blocks_per_step, form).tolist())
+                self._spill(pool.coldest(group, config.spill_blocks_per_step, form).tolist(), Cause.PRESSURE)
 
     def _any_short(self) -> bool:
         return any(self._is_short(group, FULL) for group in range(len(self.geometry.groups)))
@@ -234,36 +305,67 @@ class Upkeep:
             dtype=bool,
         )
 
-    def _spill(self, ids: Items[int]) -> None:
-        """Submit copies of those blocks that have a name and no copy in the first tier yet.
+    def _spill(self, ids: Items[int], cause: Cause) -> None:
+        """Begin copying those blocks that have a name to the first tier, where they are not there yet.
 
         Once for each time a block is idle: a tier that is smaller than one step's copies would be written round and
         round otherwise, and a copy that was dropped from it for a better one would come back. What the queue has no
         room for now has not had its turn.
         """
-        pool, tier = self.pool, self.tiers[0]
-        lives = {one: (pool.form_of(one), pool.idle_since(one)) for one in ids}
-        named = [copy for copy in self.copies_of(ids) if self._names[copy[0]].copied != lives[copy[0]]]
-        if not named:
-            return
-        present = tier.contains([key for _, key, _ in named])
-        missing = [item for item, there in zip(named, present, strict=True) if not there]
-        waiting = {item[0] for item in missing[self.mover.spill_room :]}
-        self.mover.start_spill(tier, missing)
-        for block_id, _, _ in named:
-            if block_id not in waiting:
-                self._names[block_id].copied = lives[block_id]
-
-    def copies_of(self, ids: Items[int]) -> list[tuple[int, CopyKey, bytes | None]]:
-        """(block id, key of its copy, hash of its parent) of those blocks that can be copied now."""
         pool = self.pool
-        copies: list[tuple[int, CopyKey, bytes | None]] = []
+        lives = {one: (pool.form_of(one), pool.idle_since(one)) for one in ids}
+        copies = [copy for copy in self.copies_of(ids) if self._names[copy.block_id].copied != lives[copy.block_id]]
+        left_out = {copy.block_id for copy in self._offer_to(self.tiers[0], copies, cause, urgent=True)}
+        for copy in copies:
+            if copy.block_id not in left_out:
+                self._names[copy.block_id].copied = lives[copy.block_id]
+
+    def _offer_fading(self) -> None:
+        """What own memory is about to evict goes to the slower tiers below it before, where it is worth it."""
+        for place, tier in enumerate(self.tiers):
+            below = [one for one in self.tiers[place + 1 :] if not one.private_memory]
+            if below and tier.private_memory and tier.used_bytes >= _FADING_SHARE * tier.capacity_bytes:
+                fading = tier.fading(max(1, 2 * self.config.spill_blocks_per_step))
+                self.offer_copies(self._held_copies(fading, Cause.FADING), below)
+
+    def _held_copies(self, held: Items[Fading], cause: Cause) -> list[tuple[Waiting, Candidate]]:
+        """Copies that lie in own memory."""
+        tokens = self.geometry.block_tokens
+        return [
+            (
+                Waiting(one.key, one.parent, one.size_bytes),
+                Candidate(one.key.hash, cause, tokens, one.size_bytes, is_used=one.is_used),
+            )
+            for one in held
+        ]
+
+    def offer_copies(self, offered: Items[tuple[Waiting, Candidate]], tiers: Items[Tier]) -> None:
+        for tier in tiers if offered else ():
+            self.writes.offer(tier, [copy for copy, _ in offered], [candidate for _, candidate in offered])
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def named_copies(self) -> list[tuple[Waiting, Candidate]]:
+        """Everything that would go with the store, warmest first: blocks in use, idle ones, copies in own memory."""
+        pool = self.pool
+        ids = sorted(self._names, key=lambda one: (pool.is_idle(one), -pool.idle_since(one)))
+        copies = self.copies_of(ids)
+        found = list(zip(copies, self._candidates(copies, Cause.CLOSE), strict=True))
+        for tier in self.tiers:
+            if tier.private_memory:
+                found += self._held_copies(tier.fading(None), Cause.CLOSE)
+        return found
+
+    def copies_of(self, ids: Items[int]) -> list[Waiting]:
+        """The copies of those blocks that can be made now: named, and not about to change form."""
+        pool = self.pool
+        slot_bytes = pool.layout.raw_slot_bytes
+        copies: list[Waiting] = []
         for block_id in ids:
             block_hash, name = pool.hash_of(block_id), self._names.get(block_id)
-            if block_hash is None or name is None or pool.in_flight(block_id):
+            if block_hash is None or name is None or pool.is_changing(block_id):
                 continue
-            key = self.residency.copy_key(
-                name.root, pool.group_of(block_id), block_hash, pool.form_of(block_id), pool.computed_exact(block_id)
-            )
-            copies.append((block_id, key, name.parent))
+            group, form = pool.group_of(block_id), pool.form_of(block_id)
+            key = self.residency.copy_key(name.root, group, block_hash, form, pool.computed_exact(block_id))
+            copies.append(Waiting(key, name.parent, slot_bytes[2 * group + form], block_id))
         return copies

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import Sequence
     from kvstore.tier import Tier
+    from kvstore.upkeep import Upkeep
 
 _FORM_NAMES = {FULL: "full", COLD: "int4"}
 
@@ -74,16 +75,18 @@ def measure(geometry: KVGeometry, pool: BlockPool, sequences: Items[Sequence]) -
     )
 
 
-def state_gauges(metrics: StoreMetrics, usage: StoreUsage, queues: Mapping[str, int], tiers: Items[Tier]) -> None:
-    """Set every gauge of a store to what holds now."""
+def state_gauges(metrics: StoreMetrics, usage: StoreUsage, upkeep: Upkeep, tiers: Items[Tier]) -> None:
+    """Set every gauge of a store to what holds now, and what tiers count themselves."""
     for name, class_bytes in usage.bytes_by_class.items():
         metrics.set("class_bytes", class_bytes, **{"class": name})
-    for name, blocks in queues.items():
+    for name, blocks in {**upkeep.mover.depths(), **upkeep.writes.depths()}.items():
         metrics.set("queue_depth", blocks, queue=name)
+    metrics.set("staged_bytes", upkeep.writes.staged_bytes)
     for tier in tiers:
         metrics.set("tier_used_bytes", tier.used_bytes, tier=tier.name)
         metrics.set("tier_capacity_bytes", tier.capacity_bytes, tier=tier.name)
         metrics.set("orphaned_copies", tier.orphan_count, tier=tier.name)
+        metrics.raise_to("evicted_blocks", tier.counters().get("evicted", 0), tier=tier.name, cause="room")
     metrics.set("resident_tokens", usage.resident_tokens)
     metrics.set("waste_fraction", usage.waste_fraction)
     metrics.set("sequences", usage.live_sequences)

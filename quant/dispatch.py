@@ -264,6 +264,10 @@ def _offer_own() -> None:
             "cuda",
             [Implementation("cuda", _cuda_kernels_absence), Implementation("torch", cuda_absence)],
         )
+    checksum = Implementation(
+        "native", partial(native_absence, "checksum", "checksum_copy", "summed_write"), native_variant
+    )
+    offer("checksum", "cpu", [checksum, Implementation("xxhash")])
 
 
 _offer_own()

@@ -22,6 +22,7 @@ from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode, Tier
 _SIZES = {"1MiB": 1 << 20, "4MiB": 4 << 20}
 _MOVED_BYTES = 64 << 20
 _BATCH = 16
+_LINE_BYTES = 64
 _QUICK = 16  # times less in a quick run
 _LAYERS, _HEADS, _DIM = 32, 8, 128  # an 8B model
 _BLOCK_TOKENS = {"": 64, "_16_tokens": 16}  # 2.3 MiB and 0.6 MiB of INT4
@@ -184,4 +185,7 @@ def _check(tier: Tier) -> None:
 
 
 def _filled(size: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    """Bytes that begin on a cache line, as slabs and torch's tensors do: numpy's own begin 16 bytes behind one."""
+    room = np.random.default_rng(seed).integers(0, 256, size + _LINE_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % _LINE_BYTES
+    return room[start : start + size]

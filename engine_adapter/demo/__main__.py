@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from allocator import ConfigError
 from engine_adapter.demo.console import ConsoleDisplay
-from engine_adapter.demo.settings import Options, Sizes, sizes_for
+from engine_adapter.demo.settings import Below, Options, Sizes, sizes_for
 from engine_adapter.demo.workload import WorkloadError, question_limit
+from kvstore.redis_url import parse_redis_url
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
@@ -28,6 +30,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--requests", type=int, metavar="N", help="questions about the documents, instead of 24")
     parser.add_argument("--quick", action="store_true", help="a few small requests: shows that it runs, proves less")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (default 2)")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="the tight settings keep copies there: a second start "
+                        "reuses what the first one stored")  # fmt: skip
+    parser.add_argument("--redis", default="", metavar="URL", help="the same on a Redis or Valkey")
     given = parser.parse_args(arguments)
     if given.requests is not None and not 1 <= given.requests <= question_limit():
         parser.error(f"--requests: got {given.requests}, expected 1..{question_limit()}")
@@ -39,6 +44,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
         problem = None if path == "-" else cannot_write(Path(path).absolute())
         if problem:
             parser.error(f"{name}: {problem}")
+    if given.disk is not None and (given.disk.exists() and not given.disk.is_dir()):
+        parser.error(f"--disk: got {given.disk}, expected a directory, there or to be made")
+    if given.redis:
+        try:
+            parse_redis_url(given.redis)
+        except ConfigError as error:
+            parser.error(f"--redis: {error}")
     if given.html == "-":
         parser.error("--html: expected a file; only --json may go to standard output")
     return Options(
@@ -48,6 +60,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         quick=given.quick,
         requests=given.requests,
         threads=given.threads,
+        below=Below("" if given.disk is None else str(given.disk), given.redis),
     )
 
 
@@ -107,10 +120,10 @@ def run(options: Options, sizes: Sizes, display: ConsoleDisplay) -> dict[str, An
     started, cpu_started = time.perf_counter(), time.process_time()
     display.note("loading the model in float32 (the first time it is converted, about 25 s)")
     loaded = load_model(options.model, torch.float32)
-    exact = exact_part(loaded, sizes, display)
+    exact = exact_part(loaded, sizes, display, options.below)
     display.note("loading the model in bfloat16")
     loaded = load_model(options.model, torch.bfloat16)
-    memory = memory_part(loaded, sizes, display)
+    memory = memory_part(loaded, sizes, display, options.below)
     report = report_document(
         options=options,
         sizes=sizes,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine_adapter.demo.figures import FIGURES, MEGA
+from engine_adapter.demo.figures import MEGA, figures_for
 from engine_adapter.demo.settings import EXACT_AMPLE, EXACT_TIGHT
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ConsoleDisplay:
         for report in reports:
             name = report.name.replace("-", "-\n")
             table.add_column(f"{name}\n[dim]{report.dtype}[/dim]", justify="right", no_wrap=True)
-        for figure in FIGURES:
+        for figure in figures_for(report.prefill_tokens_reused for report in reports):
             table.add_row(figure.name, *(figure.text(report) for report in reports))
         self.console.print(table)
         exact = {EXACT_AMPLE, EXACT_TIGHT}

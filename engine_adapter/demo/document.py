@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from engine_adapter.demo.parts import MemoryReport, PartReport, all_held
-from engine_adapter.demo.promises import unchecked
+from engine_adapter.demo.promises import second_start_promise, unchecked
 
 if TYPE_CHECKING:
     from engine_adapter.demo.promises import Promise
@@ -55,9 +55,12 @@ def report_document(
 
 
 def kept_promises(options: Options, exact: PartReport, memory: MemoryReport) -> list[Promise]:
-    """All promises; of a quick run only equality is checked."""
+    """All promises; of a quick run, and of one with tiers that remember, only equality and reuse are checked."""
     found = [*exact.promises, *memory.promises]
-    return unchecked(found) if options.quick else found
+    if options.below.given:
+        tight = [one for one in (*exact.settings, *memory.settings) if "tight" in one.name]
+        found.append(second_start_promise(tight))
+    return unchecked(found) if options.quick or options.below.given else found
 
 
 def machine(threads: int) -> dict[str, Any]:

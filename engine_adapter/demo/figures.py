@@ -5,7 +5,7 @@ One list for console and page, so that both say the same. Pure functions over re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,3 +114,18 @@ FIGURES = (
     ),
     Figure("time", lambda r: seconds(r.wall_seconds), "Wall time of the whole setting."),
 )
+
+_BELOW = (
+    Figure("reused from disk", lambda r: count(r.prefill_tokens_reused.get("disk")), "Prompt tokens whose KV came from "
+           "the directory, from this start or one before."),
+    Figure("reused from remote", lambda r: count(r.prefill_tokens_reused.get("remote")), "Prompt tokens whose KV came "
+           "from the server, from this start or one before."),
+)  # fmt: skip
+
+
+def figures_for(reused: Iterable[Mapping[str, int]]) -> tuple[Figure, ...]:
+    """The rows for reports with these tokens reused by tier: tiers below only where some report has them."""
+    tiers = {tier for one in reused for tier in one}
+    shown = [figure for figure in _BELOW if figure.name.rpartition(" ")[2] in tiers]
+    place = 1 + next(place for place, figure in enumerate(FIGURES) if figure.name == "reused from host")
+    return (*FIGURES[:place], *shown, *FIGURES[place:])

@@ -6,6 +6,7 @@ carried over from one setting to the next. `SettingReport` holds the figures of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from engine_adapter.model_source import LoadedModel
 
 _TIMELINE_POINTS = 160
+_DRAIN_SECONDS = 30.0  # for tiers below to take what is left when a setting ends
+_REMOTE_LOOKS = 4  # a lookup asks for a stretch at a time
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class SettingReport:
     prefill_tokens_computed: prompt tokens fed to the model, those of resumed sequences included.
     prefill_tokens_recomputed: those among them whose KV a preempted sequence had had before.
     prefill_tokens_reused: by tier, at first admissions and at resumptions.
+    stored_tokens_before: prompt tokens that lay in tiers below when the setting began: left by an earlier start.
     waste_fraction: extent remainders and unfilled token slots over bytes of extents in use, averaged over the steps.
     agreement, mean_kl: against the reference run, None where there is none.
     """
@@ -58,6 +63,7 @@ class SettingReport:
     prefill_tokens_computed: int
     prefill_tokens_recomputed: int
     prefill_tokens_reused: Mapping[str, int]
+    stored_tokens_before: int
     ttft_seconds: Mapping[str, float | None]
     itl_seconds: Mapping[str, float | None]
     queue_seconds: Mapping[str, float | None]
@@ -108,7 +114,9 @@ def run_setting(
     on_step: Callable[[Progress], None] | None = None,
 ) -> SettingRun:
     """Serve `workload` with the memory of `setting`. Raises ServeError when a request fails."""
-    identity = Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry)
+    below = setting.below
+    extra = (f"demo {setting.name}",) if below.given else ()  # so that no setting reuses what another stored
+    identity = Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry, extra=extra)
     step_blocks = step_tokens // runner.geometry.block_tokens  # movement keeps pace with what a step computes
     config = KVStoreConfig(
         device_bytes=setting.device_bytes,
@@ -116,25 +124,44 @@ def run_setting(
         codec=setting.codec,
         cool_blocks_per_step=step_blocks,
         spill_blocks_per_step=step_blocks,
+        disk_path=below.disk_path,
+        redis_url=below.redis_url,
+        spill_policy="everything" if below.given else "reuse",
+        share=below.given,
     )
     with KVStore(runner.geometry, identity, config) as store:
         if store.slab is None:
             raise RuntimeError("the store has no slab; the demo computes on one")
+        stored_before = _stored_tokens(store, workload) if below.given else 0
         runner.attach(store.slab, store.cold_codec)
         loop = DecodeLoop(runner, store, max_batch_sequences=workload.users, step_tokens=step_tokens)
         server = Server(loop, store, forced=forced, keep_logits=keep_logits, on_step=on_step, exact=setting.exact)
         served = server.run(workload)
         store.check_invariants()
-        report = _report(setting, store, loop, served)
+        report = _report(setting, store, loop, served, stored_before)
+        store.close(_DRAIN_SECONDS)
     argmaxes = {name: result.argmax_token_ids for name, result in served.results.items()}
     return SettingRun(report, served.outputs, argmaxes)
 
 
-def _report(setting: Setting, store: KVStore, loop: DecodeLoop, served: Served) -> SettingReport:
+def _stored_tokens(store: KVStore, workload: Workload) -> int:
+    """Tokens of the first prompts that an earlier start left below. A remote tier is asked, and answers soon after."""
+    prompts = [store.prepare(session.first_prompt) for session in workload.sessions]
+    found = [store.lookup(prompt).tokens for prompt in prompts]
+    if any(tier.name == "remote" for tier in store.tiers):
+        for _ in range(_REMOTE_LOOKS):
+            time.sleep(_LOOK_SECONDS)
+            found = [store.lookup(prompt).tokens for prompt in prompts]
+    return sum(found)
+
+
+def _report(
+    setting: Setting, store: KVStore, loop: DecodeLoop, served: Served, stored_tokens_before: int
+) -> SettingReport:
     results = list(served.results.values())
     samples = served.samples
     latency = loop.latency.snapshot()
-    reused: dict[str, int] = {"device": 0, "host": 0}
+    reused: dict[str, int] = {"device": 0, "host": 0} | {tier.name: 0 for tier in store.tiers}
     for result in results:
         for found in (result.reused_tokens, result.resumed_tokens):
             for tier, tokens in found.items():
@@ -152,6 +179,7 @@ def _report(setting: Setting, store: KVStore, loop: DecodeLoop, served: Served) 
         prefill_tokens_computed=sum(result.computed_prefill_tokens for result in results),
         prefill_tokens_recomputed=sum(result.recomputed_tokens for result in results),
         prefill_tokens_reused=reused,
+        stored_tokens_before=stored_tokens_before,
         ttft_seconds=_percentiles(latency["ttft_seconds"]),
         itl_seconds=_percentiles(latency["itl_seconds"]),
         queue_seconds=_percentiles(summarize(r.queue_seconds for r in results if r.queue_seconds is not None)),

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from engine_adapter.demo.charts import Bar, Limit, Part, Series, area_chart, bar_chart, line_chart, plain
-from engine_adapter.demo.figures import FIGURES, MEGA, count, megabytes, percent, seconds, small
+from engine_adapter.demo.figures import MEGA, count, figures_for, megabytes, percent, seconds, small
 from engine_adapter.demo.settings import AMPLE, TIGHT, TIGHT_INT4
 from engine_adapter.demo.style import STYLE
 
@@ -193,7 +193,7 @@ def _table(report: Report) -> str:
     settings = report["settings"]
     head = "".join(f"<th>{escape(s['name'])}<br><span class='soft'>{escape(s['dtype'])}</span></th>" for s in settings)
     rows = []
-    for figure in FIGURES:
+    for figure in figures_for(setting["prefill_tokens_reused"] for setting in settings):
         cells = "".join(f"<td>{escape(figure.text(_view(s)))}</td>" for s in settings)
         rows.append(f"<tr><th>{escape(figure.name.strip())}</th>{cells}"
                     f'<td class="meaning">{escape(figure.meaning)}</td></tr>')  # fmt: skip

@@ -25,6 +25,7 @@ from engine_adapter.demo.settings import (
     TIGHT,
     TIGHT_INT4,
     TIGHT_SHARE,
+    Below,
     Setting,
     Sizes,
 )
@@ -77,7 +78,7 @@ class MemoryReport(PartReport):
 # -- part 1 -----------------------------------------------------------------------------------------------------------
 
 
-def exact_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> PartReport:
+def exact_part(loaded: LoadedModel, sizes: Sizes, display: Display, below: Below) -> PartReport:
     """Part 1: in float32, equal to transformers' generate, with much memory and with little."""
     workload = exact_workload(loaded, sizes)
     display.note(f"reference: transformers' generate, one request after the other ({workload.request_count})")
@@ -89,8 +90,8 @@ def exact_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> PartRepor
                      loaded, runner, workload, sizes, display)  # fmt: skip
         peak = ample.report.peak_device_bytes
         device_bytes = max(int(_EXACT_TIGHT_SHARE * peak), least_bytes(geometry, workload))
-        tight = _run(Setting(EXACT_TIGHT, geometry.dtype, device_bytes, int(HOST_SHARE * peak), "raw", exact=True),
-                     loaded, runner, workload, sizes, display)  # fmt: skip
+        little = Setting(EXACT_TIGHT, geometry.dtype, device_bytes, int(HOST_SHARE * peak), "raw", True, below)
+        tight = _run(little, loaded, runner, workload, sizes, display)
     finally:
         runner.release()
     reports = [
@@ -144,7 +145,7 @@ def _generate(model: Any, prompt: list[int], workload: Workload) -> tuple[int, .
 # -- part 2 -----------------------------------------------------------------------------------------------------------
 
 
-def memory_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> MemoryReport:
+def memory_part(loaded: LoadedModel, sizes: Sizes, display: Display, below: Below) -> MemoryReport:
     """Part 2: the same requests with ample memory, with a quarter of it, and with that quarter holding INT4 blocks."""
     workload = memory_workload(loaded, sizes)
     runner = HFRunner(loaded.model, block_tokens=BLOCK_TOKENS)
@@ -158,7 +159,7 @@ def memory_part(loaded: LoadedModel, sizes: Sizes, display: Display) -> MemoryRe
         host_bytes = int(HOST_SHARE * peak)
         forced: list[SettingReport] = []
         for name, codec in ((TIGHT, "raw"), (TIGHT_INT4, _INT4_CODEC)):
-            setting = Setting(name, geometry.dtype, device_bytes, host_bytes, codec)
+            setting = Setting(name, geometry.dtype, device_bytes, host_bytes, codec, below=below)
             divergence = Divergence(reference)
             run = _run(setting, loaded, runner, workload, sizes, display, forced=ample.outputs,
                        keep_logits=divergence.compare)  # fmt: skip

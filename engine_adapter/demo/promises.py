@@ -20,6 +20,7 @@ RESIDENT_RATIO = 2.2
 AGREEMENT_FLOOR = 0.95
 KL_LIMIT = 0.006
 EQUAL = "equal outputs"
+SECOND_START = "second start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,24 @@ def memory_promises(ample: SettingReport, tight: SettingReport, int4: SettingRep
     ]
 
 
+def second_start_promise(tight: Iterable[SettingReport]) -> Promise:
+    """With tiers that outlive the process: what an earlier start left is reused. The first one says nothing."""
+    reports = list(tight)
+    kept = [report for report in reports if report.stored_tokens_before]
+    reused = {report.name: _reused_below(report) for report in reports}
+    return Promise(
+        SECOND_START,
+        "What an earlier start of the demo stored on disk or on a server is reused by this one.",
+        ", ".join(f"{name} {count:,} tokens from below" for name, count in reused.items())
+        + ("" if kept else "; nothing was stored before"),
+        all(reused[report.name] for report in kept) if kept else None,
+    )
+
+
+def _reused_below(report: SettingReport) -> int:
+    return sum(count for tier, count in report.prefill_tokens_reused.items() if tier not in ("device", "host"))
+
+
 def waste_promise(reports: Iterable[SettingReport]) -> Promise:
     wastes = {report.name: report.waste_fraction for report in reports}
     return Promise(
@@ -152,8 +171,10 @@ def fidelity_promise(int4: SettingReport, tight: SettingReport) -> Promise:
 
 
 def unchecked(promises: Iterable[Promise]) -> list[Promise]:
-    """The promises of a run that is too small for them: shown, but not checked."""
+    """The promises of a run that says nothing about them, too small or helped from below: shown, but not checked."""
     return [
-        promise if promise.name.endswith(EQUAL) else Promise(promise.name, promise.claim, promise.found, None)
+        promise
+        if promise.name.endswith((EQUAL, SECOND_START))
+        else Promise(promise.name, promise.claim, promise.found, None)
         for promise in promises
     ]

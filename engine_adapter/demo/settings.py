@@ -5,7 +5,7 @@ Plain frozen values. The five settings differ in memory and codec only; model, r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 EXACT_AMPLE = "exact-ample"
@@ -24,6 +24,18 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Below:
+    """Tiers that outlive the process; '' for none."""
+
+    disk_path: str = ""
+    redis_url: str = field(default="", repr=False)  # may hold a password
+
+    @property
+    def given(self) -> bool:
+        return bool(self.disk_path or self.redis_url)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The command line, checked."""
 
@@ -33,6 +45,7 @@ class Options:
     quick: bool = False
     requests: int | None = None
     threads: int = 2
+    below: Below = Below()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +104,12 @@ def sizes_for(options: Options) -> Sizes:
     sizes = QUICK if options.quick else Sizes()
     if options.requests is None:
         return sizes
-    from dataclasses import replace
-
     return replace(sizes, questions=options.requests, documents=min(sizes.documents, options.requests))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Memory of one run. `codec`: of cold blocks on the device, "raw" for none."""
+    """Memory of one run. `codec`: of cold blocks on the device, "raw" for none. below: of the tight settings only."""
 
     name: str
     dtype: str
@@ -106,3 +117,4 @@ class Setting:
     host_bytes: int
     codec: str
     exact: bool = False
+    below: Below = Below()

@@ -21,7 +21,18 @@ import xxhash
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
-from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier, Transfer, TransferKind, as_byte_row
+from kvstore.tier import (
+    ByteRow,
+    Completion,
+    Fading,
+    GetItem,
+    PutItem,
+    ResultCode,
+    Tier,
+    Transfer,
+    TransferKind,
+    as_byte_row,
+)
 
 _POISON = 0xA5
 
@@ -59,6 +70,8 @@ class FaultyTier(Tier):
     def __init__(self, inner: Tier, faults: Faults, *, seed: int, verify: bool = True) -> None:
         self.inner = inner
         self.name = inner.name
+        self.private_memory = inner.private_memory
+        self.put_batch_copies = inner.put_batch_copies
         self.faults = faults
         self.injected: Counter[str] = Counter()
         self._seed = seed
@@ -189,6 +202,9 @@ class FaultyTier(Tier):
 
     def clear(self) -> None:
         self.inner.clear()
+
+    def fading(self, count: int | None) -> list[Fading]:
+        return self.inner.fading(count)
 
     def touch(self, keys: Sequence[CopyKey]) -> None:
         self.inner.touch(keys)

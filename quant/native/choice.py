@@ -12,7 +12,7 @@ from typing import Any
 
 from quant.native import selftest
 
-ABI = 2
+ABI = 3
 """The number that csrc/kernels.h has too: an extension with another one is an old build."""
 SETTING = "KVSTORE_KERNELS"
 NEEDS: dict[str, tuple[str, ...]] = {

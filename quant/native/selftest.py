@@ -38,10 +38,17 @@ def _pages_check(extension: Any) -> str:
     return check_pages.check(extension)
 
 
+def _checksum_check(extension: Any) -> str:
+    from quant.native import check_checksum
+
+    return check_checksum.check(extension)
+
+
 CHECKS: dict[str, Check] = {
     "codec": _codec_check,
     "hash": _hash_check,
     "pages": _pages_check,
+    "checksum": _checksum_check,
     "attention": _attention_check,
 }
 """Area -> its check. The order is the order in which they run."""

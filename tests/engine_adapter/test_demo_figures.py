@@ -40,6 +40,7 @@ def report(name: str, **changes: object) -> SettingReport:
         "prefill_tokens_computed": 100,
         "prefill_tokens_recomputed": 5,
         "prefill_tokens_reused": {"device": 3, "host": 2},
+        "stored_tokens_before": 0,
         "ttft_seconds": {"p50": 0.1, "p95": 0.2},
         "itl_seconds": {"p50": 0.01, "p95": 0.02},
         "queue_seconds": {"p50": 0.0, "p95": 0.0},

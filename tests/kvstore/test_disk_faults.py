@@ -364,27 +364,6 @@ def test_case_115_a_fast_path_that_is_not_there_falls_back(tmp_path: Path, monke
     tier.close()
 
 
-def test_case_052_nothing_is_seen_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow writer, watched at every write of a piece: by this process and through the index file by a reader."""
-    tier = DiskTier(tmp_path, 4 * MIB)
-    put(tier, [7], SLOT)
-    seen: list[tuple[bool, int]] = []
-    real = os.pwritev
-
-    def slow(fd: int, views: Any, offset: int) -> int:
-        done = real(fd, [memoryview(views[0])[:3000]], offset)
-        seen.append((tier.contains([key_of(1)])[0], len(list(tier._catalog.records()))))
-        return done
-
-    monkeypatch.setattr(os, "pwritev", slow)
-    assert put(tier, [1], SLOT) == [OK]
-    monkeypatch.undo()
-    assert len(seen) > 20
-    assert set(seen) == {(False, 1)}
-    assert get(tier, [1], SLOT) == [OK]
-    tier.close()
-
-
 def test_the_budget_holds_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the file system's account, looked at after every call that can take room."""
     capacity = 12 * MIB

@@ -24,7 +24,13 @@ PROMPT = list(range(8 * B + 1))
 
 
 def stored_once(make_store: Callable[..., KVStore], directory: Path, **settings: object) -> None:
-    store = make_store(blocks=24, disk_path=str(directory), disk_bytes="8 MiB", share=True, **settings)
+    settings = {
+        "disk_path": str(directory),
+        "disk_bytes": "8 MiB",
+        "share": True,
+        "spill_policy": "everything",
+    } | settings
+    store = make_store(blocks=24, **settings)
     run_prompt(store, "first", PROMPT)
     store.finish("first")
     for _ in range(20):
@@ -50,6 +56,20 @@ def test_other_weights_find_nothing(make_store: Callable[..., KVStore], tmp_path
     settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}
     store = make_store(blocks=24, identity=other, **settings)
     assert store.lookup(PROMPT).tokens == 0
+
+
+def test_the_stores_secret_signs_what_lies_on_disk(make_store: Callable[..., KVStore], tmp_path: Path) -> None:
+    """With the same secret all is found again; without one nothing is used, whatever the index says."""
+    secret = "a secret of tests, 32 bytes long"
+    stored_once(make_store, tmp_path, load_always=True, secret=secret)
+    found = []
+    for given in (secret, ""):
+        settings = {"disk_path": str(tmp_path), "disk_bytes": "8 MiB", "share": True, "load_always": True}
+        store = make_store(blocks=24, secret=given, **settings)
+        found.append(run_prompt(store, "second", PROMPT))
+        check_bytes(store, "second", PROMPT)
+        store.close()
+    assert found == [8 * B, 0]
 
 
 def test_case_008_a_reset_empties_the_directory(make_store: Callable[..., KVStore], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from allocator import CannotRollback, CapacityError, KVGeometry
 from kvstore import HostTier, Identity, KVStore, KVStoreConfig, Tier
 from kvstore.testing import Faults, FaultyTier, ManualClock, SteppedExecutor
 from tests.kvstore.driving import fill, pattern
+from tests.kvstore.writing_kit import DistantTier
 
 B = 16
 GEOMETRY = KVGeometry.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32")
@@ -42,9 +43,12 @@ class StoreMachine(RuleBasedStateMachine):
     def build(self, codec: str, seed: int, rate: float) -> KVStore:
         self.clock = ManualClock()
         self.executor = SteppedExecutor()
-        tier: Tier = HostTier(8 * SLOT, self.executor)
+        tiers: list[Tier] = [
+            HostTier(8 * SLOT, self.executor),
+            DistantTier(12 * SLOT, self.executor, name="disk"),
+        ]
         if rate:
-            tier = FaultyTier(tier, Faults.everywhere(rate), seed=seed)
+            tiers = [FaultyTier(tier, Faults.everywhere(rate), seed=seed + place) for place, tier in enumerate(tiers)]
         config = KVStoreConfig(
             device_bytes=20 * SLOT,
             codec=codec,
@@ -52,9 +56,12 @@ class StoreMachine(RuleBasedStateMachine):
             io_threads="inline",
             load_always=True,
             fetch_deadline_seconds=5.0,
+            spill_policy="everything" if seed % 2 else "reuse",
         )
         identity = Identity(model="toy", weights="w", geometry=GEOMETRY)
-        return KVStore(GEOMETRY, identity, config, tiers=[tier], clock=self.clock)
+        store = KVStore(GEOMETRY, identity, config, tiers=tiers, clock=self.clock)
+        store._upkeep.writes._executor = self.executor  # device blocks are copied into buffers as late as all else
+        return store
 
     @initialize(
         codec=st.sampled_from(["int4", "int4", "raw"]),
@@ -256,4 +263,5 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.pool.drop_all_idle()
         self.store.check_invariants()
         assert self.store.usage().used_bytes == 0, "blocks leaked"
-        self.store.close()
+        self.store.close(drain_seconds=0)
+        assert self.store._upkeep.writes.staged_bytes == 0, "buffers leaked"

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from allocator import BlockTable
+from kvstore.tier import ResultCode
 from kvstore.upkeep import Upkeep
 from tests.stateful.disturbed_machine import DisturbedMachine
 from tests.stateful.store_machine import StoreMachine
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore import KVStore, Lease
     from kvstore.sequence import Sequence
+    from kvstore.tier import Completion
 
 _NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 _COMMON: dict[str, Any] = {
@@ -127,6 +129,32 @@ def lease_not_given_back(store: KVStore) -> None:
     store._parts.leases.take_over = lost  # type: ignore[method-assign]
 
 
+def failed_puts_taken_as_stored(store: KVStore) -> None:
+    """Coalescing forgets that a put failed: its block is never queued again."""
+    writes = store._upkeep.writes
+    finish = writes.finish
+
+    def trusting(completion: Completion) -> int | None:
+        put = writes._puts.get(completion.transfer)
+        stored = finish(completion)
+        if put is not None:
+            for copy, result in zip(put.copies, completion.results, strict=False):
+                if result is not ResultCode.OK:
+                    put.queue._keys[copy.key] = copy.size_bytes
+        return stored
+
+    writes.finish = trusting  # type: ignore[method-assign]
+
+
+def buffers_filled_without_fence(store: KVStore) -> None:
+    store._upkeep.writes._fence = lambda put: None  # type: ignore[method-assign]
+
+
+def reset_leaves_queued_copies(store: KVStore) -> None:
+    """What was queued or staged before a reset is written after it."""
+    store._upkeep.writes.clear = lambda cause: None  # type: ignore[method-assign]
+
+
 _UNDO: list[Callable[[], None]] = []
 BUGS = [
     cold_reads_not_noted,
@@ -137,10 +165,12 @@ BUGS = [
     exactness_not_demanded,
     exact_readers_not_held,
     abort_while_loading_leaks,
+    failed_puts_taken_as_stored,
+    buffers_filled_without_fence,
 ]
 
 
-DISTURBED_BUGS = [reset_forgets_only_idle_blocks, lease_not_given_back]
+DISTURBED_BUGS = [reset_forgets_only_idle_blocks, lease_not_given_back, reset_leaves_queued_copies]
 
 
 @pytest.mark.parametrize("bug", DISTURBED_BUGS, ids=lambda bug: bug.__name__)

@@ -12,6 +12,8 @@ extern PyMethodDef kv_codec_methods[];
 extern PyMethodDef kv_attention_methods[];
 extern PyMethodDef kv_page_methods[];
 extern PyMethodDef kv_hash_methods[];
+extern PyMethodDef kv_checksum_methods[];
+extern PyMethodDef kv_summed_methods[];
 extern PyMethodDef kv_thread_methods[];
 
 #endif

@@ -14,7 +14,7 @@
 
 /* Raised whenever a signature or a layout that Python relies on changes; quant/native/__init__.py has the same one. */
 #ifndef KV_ABI /* a test builds one with a wrong number */
-#define KV_ABI 2
+#define KV_ABI 3
 #endif
 
 #define KV_CAT_(a, b) a##b
@@ -27,12 +27,14 @@
 typedef struct kv_codec_ops kv_codec_ops;
 typedef struct kv_attention_ops kv_attention_ops;
 typedef struct kv_page_ops kv_page_ops;
+typedef struct kv_checksum_ops kv_checksum_ops;
 
 typedef struct {
     const char *name;
     const kv_codec_ops *codec;
     const kv_attention_ops *attention;
     const kv_page_ops *pages;
+    const kv_checksum_ops *checksum;
 } kv_path;
 
 /* cpu.c: what this CPU and this system allow. */

@@ -49,7 +49,7 @@ static PyMethodDef own_methods[] = {
 
 static int execute(PyObject *module) {
     PyMethodDef *const areas[] = {own_methods, kv_codec_methods, kv_attention_methods, kv_page_methods,
-                                  kv_hash_methods, kv_thread_methods};
+                                  kv_hash_methods, kv_checksum_methods, kv_summed_methods, kv_thread_methods};
     for (size_t i = 0; i < sizeof areas / sizeof *areas; i++)
         if (PyModule_AddFunctions(module, areas[i])) return -1;
     return PyModule_AddIntConstant(module, "ABI", KV_ABI);

@@ -3,6 +3,7 @@
 #error "KV_PATH must name the path (baseline, avx2, avx512, avx512bf16, amx)"
 #endif
 #include "attention.h"
+#include "checksum.h"
 #include "codec.h"
 #include "kernels.h"
 #include "pages.h"
@@ -10,6 +11,7 @@
 #include "codec.inc"
 #include "attention.inc"
 #include "pages.inc"
+#include "checksum.inc"
 
 extern const kv_path KV_NAME(kv_path);
 const kv_path KV_NAME(kv_path) = {
@@ -17,4 +19,5 @@ const kv_path KV_NAME(kv_path) = {
     .codec = &KV_NAME(codec),
     .attention = &KV_NAME(attention),
     .pages = &KV_NAME(pages),
+    .checksum = &KV_NAME(checksum),
 };

@@ -20,6 +20,7 @@ OPERATIONS = {
     *((name, device) for name in ("int4_encode", "int4_decode", "page_copy") for device in ("cpu", "cuda")),
     *((name, device) for name in ("decode_attention", "prefill_attention") for device in ("cpu", "cuda")),
     ("hash_chain", "cpu"),
+    ("checksum", "cpu"),
 }
 
 
@@ -84,7 +85,7 @@ def test_switched_off_everything_plain_runs_and_says_why(installed: Path) -> Non
     report = json.loads(done.stdout)["kernels"]
     assert (done.returncode, report["active"], report["reason"]) == (0, None, "switched off by KVSTORE_KERNELS=off")
     paths = {one["operation"]: one for one in report["operations"] if one["device"] == "cpu"}
-    assert {one["path"] for one in paths.values()} <= {"torch", "numpy", "hashlib"}
+    assert {one["path"] for one in paths.values()} <= {"torch", "numpy", "hashlib", "xxhash"}
     assert paths["int4_encode"]["passed_over"] == [{"path": "native", "reason": "switched off by KVSTORE_KERNELS=off"}]
 
 

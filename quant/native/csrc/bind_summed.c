@@ -1,0 +1,243 @@
+/* A head and rows of bytes to a file and from it, summed while they lie in the processor's cache: what the disk tier
+ * does with a frame. The head names two sums: at `sum_at` XXH3-128 of the rows, and at its end that of the head itself
+ * up to there. Python's lock is released; the file may be used by others meanwhile. */
+#define _GNU_SOURCE
+#include "bind.h"
+#include "checksum.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#define CHUNK_BYTES (256 << 10)      /* fits a core's cache beside what else is in it */
+#define LAST_CHUNK_BYTES (320 << 10) /* rather one a bit longer than a short one more */
+#define HEAD_MOST_BYTES 8192
+#define IOV_MOST 64 /* at once; more rows take more calls */
+
+static const uint8_t zeros[HEAD_MOST_BYTES];
+
+typedef struct {
+    int fd;
+    int64_t offset;
+    uint8_t *head;
+    int64_t head_bytes, sum_at, tail_bytes;
+    Py_buffer *rows;
+    int64_t row_count, payload_bytes;
+    kv_checksum state;
+    int64_t row, at; /* the next byte of the rows */
+} summed_job;
+
+#define ENDED (-2) /* the file is shorter */
+
+/* All of it, in as many calls as it takes: 0, errno or ENDED. */
+static int move_all(const summed_job *job, struct iovec *parts, int count, int64_t offset, int writing) {
+    while (count) {
+        const ssize_t done = writing ? pwritev(job->fd, parts, count, offset) : preadv(job->fd, parts, count, offset);
+        if (done < 0 && errno == EINTR) continue;
+        if (done < 0) return errno;
+        if (!done) return ENDED;
+        offset += done;
+        size_t left = (size_t)done;
+        while (count && left >= parts->iov_len) left -= parts->iov_len, parts++, count--;
+        if (count) {
+            parts->iov_base = (uint8_t *)parts->iov_base + left;
+            parts->iov_len -= left;
+        }
+    }
+    return 0;
+}
+
+/* The next bytes of the rows as parts, at most `bytes` and IOV_MOST - 2 parts; how many bytes they have. */
+static int64_t next_parts(summed_job *job, int64_t bytes, struct iovec *parts, int *count) {
+    int64_t taken = 0;
+    while (taken < bytes && job->row < job->row_count && *count < IOV_MOST - 1) {
+        const Py_buffer *row = &job->rows[job->row];
+        int64_t size = row->len - job->at;
+        if (size > bytes - taken) size = bytes - taken;
+        if (size) parts[(*count)++] = (struct iovec){(uint8_t *)row->buf + job->at, (size_t)size};
+        taken += size;
+        job->at += size;
+        if (job->at == row->len) job->row++, job->at = 0;
+    }
+    return taken;
+}
+
+static void sum_parts(summed_job *job, const struct iovec *parts, int from, int count) {
+    for (int i = from; i < count; i++)
+        kv_checksum_update(&job->state, parts[i].iov_base, (int64_t)parts[i].iov_len, NULL, 0);
+}
+
+/* What the head must say of rows that were summed. */
+static void finish_head(summed_job *job, uint8_t *head) {
+    kv_checksum_digest(&job->state, head + job->sum_at);
+    kv_checksum of_head;
+    kv_checksum_begin(&of_head);
+    const int64_t before = job->head_bytes - KV_CHECKSUM_BYTES;
+    kv_checksum_update(&of_head, head, before, NULL, 0);
+    kv_checksum_digest(&of_head, head + before);
+}
+
+/* Bytes of the next chunk, whose end lies on a whole page of the file unless it is the last. */
+static int64_t chunk_bytes(int64_t done, int64_t left, int64_t head_bytes) {
+    const int64_t head = done ? 0 : head_bytes;
+    return left + head <= LAST_CHUNK_BYTES ? left : CHUNK_BYTES - head;
+}
+
+static int write_rows(summed_job *job) {
+    int64_t done = 0, offset = job->offset;
+    int whole_head = 0;
+    while (done < job->payload_bytes) {
+        struct iovec parts[IOV_MOST + 1];
+        int count = 0;
+        const int64_t wanted = chunk_bytes(done, job->payload_bytes - done, job->head_bytes);
+        if (!done) parts[count++] = (struct iovec){NULL, (size_t)job->head_bytes};
+        const int from = count;
+        const int64_t taken = next_parts(job, wanted, parts, &count);
+        sum_parts(job, parts, from, count);
+        if (!done) {
+            /* As long as the rest is missing there is no head: whatever lay here is no frame from now on. */
+            whole_head = taken == job->payload_bytes;
+            if (whole_head) finish_head(job, job->head);
+            parts[0].iov_base = whole_head ? job->head : (uint8_t *)zeros;
+        }
+        int64_t bytes = taken + (done ? 0 : job->head_bytes);
+        done += taken;
+        if (done == job->payload_bytes && job->tail_bytes) {
+            parts[count++] = (struct iovec){(uint8_t *)zeros, (size_t)job->tail_bytes};
+            bytes += job->tail_bytes;
+        }
+        const int failed = move_all(job, parts, count, offset, 1);
+        if (failed) return failed;
+        offset += bytes;
+    }
+    if (whole_head) return 0;
+    finish_head(job, job->head);
+    struct iovec head = {job->head, (size_t)job->head_bytes};
+    return move_all(job, &head, 1, job->offset, 1);
+}
+
+static int read_rows(summed_job *job, uint8_t *found) {
+    int64_t done = 0, offset = job->offset;
+    while (done < job->payload_bytes) {
+        struct iovec parts[IOV_MOST + 1], summed[IOV_MOST + 1];
+        int count = 0;
+        const int64_t wanted = chunk_bytes(done, job->payload_bytes - done, job->head_bytes);
+        if (!done) parts[count++] = (struct iovec){found, (size_t)job->head_bytes};
+        const int from = count;
+        const int64_t taken = next_parts(job, wanted, parts, &count);
+        memcpy(summed, parts, sizeof parts); /* reading moves the parts on */
+        const int failed = move_all(job, parts, count, offset, 0);
+        if (failed) return failed;
+        sum_parts(job, summed, from, count);
+        offset += taken + (done ? 0 : job->head_bytes);
+        done += taken;
+    }
+    finish_head(job, job->head);
+    return 0;
+}
+
+static void release(summed_job *job, Py_buffer *head) {
+    for (int64_t i = 0; i < job->row_count; i++) PyBuffer_Release(&job->rows[i]);
+    free(job->rows);
+    if (head->obj) PyBuffer_Release(head);
+}
+
+static int take_rows(summed_job *job, PyObject *rows, int writing) {
+    if (!PyList_CheckExact(rows)) return PyErr_SetString(PyExc_TypeError, "rows: expected a list of buffers"), -1;
+    const Py_ssize_t count = PyList_Size(rows);
+    if (!(job->rows = malloc(((size_t)count + 1) * sizeof *job->rows))) return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < PyList_Size(rows) && i < count; i++) {
+        Py_buffer *row = &job->rows[job->row_count];
+        if (PyObject_GetBuffer(PyList_GetItem(rows, i), row, writing ? PyBUF_SIMPLE : PyBUF_WRITABLE)) return -1;
+        job->row_count++;
+        job->payload_bytes += row->len;
+    }
+    if (job->payload_bytes) return 0;
+    return PyErr_SetString(PyExc_ValueError, "rows: got no bytes, expected at least one"), -1;
+}
+
+static int prepare(summed_job *job, Py_buffer *head, PyObject *const *arguments, int writing) {
+    const long fd = PyLong_AsLong(arguments[0]);
+    job->offset = PyLong_AsLongLong(arguments[1]);
+    job->sum_at = PyLong_AsLongLong(arguments[3]);
+    if (PyErr_Occurred()) return -1;
+    if (PyObject_GetBuffer(arguments[2], head, PyBUF_WRITABLE)) return -1;
+    if (fd < 0 || fd > INT32_MAX || job->offset < 0 || head->len > HEAD_MOST_BYTES || job->sum_at < 0 ||
+        job->sum_at > head->len - 2 * KV_CHECKSUM_BYTES) {
+        PyErr_Format(PyExc_ValueError,
+                     "got file %ld, offset %lld and a head of %zd bytes with a sum at %lld; expected 0 or more, at most "
+                     "%d bytes, and both sums inside",
+                     fd, (long long)job->offset, head->len, (long long)job->sum_at, HEAD_MOST_BYTES);
+        return -1;
+    }
+    job->fd = (int)fd;
+    job->head = head->buf;
+    job->head_bytes = head->len;
+    kv_checksum_begin(&job->state);
+    return take_rows(job, arguments[4], writing);
+}
+
+static PyObject *summed_write(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    (void)self;
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "expected summed_write(fd, offset, head, sum_at, rows, tail_bytes)");
+        return NULL;
+    }
+    summed_job job = {.tail_bytes = PyLong_AsLongLong(arguments[5])};
+    Py_buffer head = {.obj = NULL};
+    if (PyErr_Occurred()) return NULL;
+    int failed = -1;
+    if (job.tail_bytes < 0 || job.tail_bytes > HEAD_MOST_BYTES)
+        PyErr_Format(PyExc_ValueError, "tail: got %lld bytes, expected 0..%d", (long long)job.tail_bytes,
+                     HEAD_MOST_BYTES);
+    else if (!prepare(&job, &head, arguments, 1)) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = write_rows(&job);
+        Py_END_ALLOW_THREADS
+    }
+    release(&job, &head);
+    if (failed > 0 || failed == ENDED) {
+        errno = failed > 0 ? failed : EIO; /* a write that takes nothing has no cause of its own */
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *summed_read(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    (void)self;
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "expected summed_read(fd, offset, head, sum_at, rows)");
+        return NULL;
+    }
+    summed_job job = {.fd = -1};
+    Py_buffer head = {.obj = NULL};
+    uint8_t found[HEAD_MOST_BYTES];
+    int failed = -1;
+    if (!prepare(&job, &head, arguments, 0)) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = read_rows(&job, found);
+        Py_END_ALLOW_THREADS
+    }
+    PyObject *result = NULL;
+    if (failed > 0) {
+        errno = failed;
+        PyErr_SetFromErrno(PyExc_OSError);
+    } else if (failed == ENDED)
+        result = PyBytes_FromStringAndSize(NULL, 0);
+    else if (!failed && !memcmp(found, job.head, (size_t)job.head_bytes))
+        result = Py_NewRef(Py_None);
+    else if (!failed)
+        result = PyBytes_FromStringAndSize((const char *)found, job.head_bytes);
+    release(&job, &head);
+    return result;
+}
+
+PyMethodDef kv_summed_methods[] = {
+    {"summed_write", (PyCFunction)(void (*)(void))summed_write, METH_FASTCALL,
+     "(fd, offset, head bytearray, sum_at, rows list of buffers, tail_bytes of zeros): fills in the sums, head last"},
+    {"summed_read", (PyCFunction)(void (*)(void))summed_read, METH_FASTCALL,
+     "(fd, offset, head bytearray, sum_at, rows list of buffers) -> None where the file has this head with the sums of "
+     "what was read, which are filled in; else the head that it has, b'' where the file ends before the rows do"},
+    {NULL, NULL, 0, NULL},
+};

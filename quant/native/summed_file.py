@@ -1,0 +1,130 @@
+"""A head and rows of bytes to a file and from it, summed while they lie in the processor's cache.
+
+What the disk tier does with a frame. The head holds two sums, which are filled in here: at `sum_at` XXH3-128 of the
+rows one behind the other, and in its last 16 bytes that of the head before them. A write leaves no head until all rows
+are there. In C where the extension is there, see quant.native.checksum; elsewhere piece by piece.
+
+No torch, no numpy. Any thread; Python's lock is released meanwhile. OSError comes from the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+from quant import dispatch
+from quant.native.checksum import CHECKSUM_BYTES, OPERATION, Checksum, checksum
+
+Buffer: TypeAlias = Any
+_CHUNK_BYTES = 512 << 10  # summed and moved while it lies in cache; fewer would cost more calls
+_LEAST_CHUNK_BYTES = 64 << 10
+_VIEWS_MOST = 512  # a call
+
+
+def write_summed(fd: int, offset: int, head: bytearray, sum_at: int, rows: list[Any], tail_bytes: int) -> None:
+    """Write head, rows (list of buffers, not all empty) and tail_bytes zeros from `offset` on; the head goes last."""
+    if _is_native():
+        _native().summed_write(fd, offset, head, sum_at, rows, tail_bytes)
+        return
+    views, state = [memoryview(row).cast("B") for row in rows], Checksum()
+    payload_bytes = sum(view.nbytes for view in views)
+    for begin, end in _chunks(len(head), payload_bytes):
+        parts = _cut(views, begin, end)
+        for part in parts:
+            state.update(part)
+        if end == payload_bytes:
+            parts.append(memoryview(bytes(tail_bytes)))
+        if begin:
+            _write_all(fd, parts, offset + len(head) + begin)
+        elif end < payload_bytes:  # no head yet: whatever lay here is nothing from now on
+            _write_all(fd, [memoryview(bytes(len(head))), *parts], offset)
+        else:
+            _fill(head, sum_at, state)
+            _write_all(fd, [memoryview(head), *parts], offset)
+            return
+    _fill(head, sum_at, state)
+    _write_all(fd, [memoryview(head)], offset)
+
+
+def read_summed(fd: int, offset: int, head: bytearray, sum_at: int, rows: list[Any]) -> bytes | None:
+    """Read into rows (list of writable buffers, not all empty) what write_summed wrote, and fill the sums into `head`.
+
+    None when the file has exactly that head; else the head that it has, b"" where the file is shorter than that.
+    """
+    if _is_native():
+        return _native().summed_read(fd, offset, head, sum_at, rows)  # type: ignore[no-any-return]
+    views, state, found = [memoryview(row).cast("B") for row in rows], Checksum(), bytearray(len(head))
+    for begin, end in _chunks(len(head), sum(view.nbytes for view in views)):
+        parts = _cut(views, begin, end)
+        first = [] if begin else [memoryview(found)]
+        if not _read_all(fd, first + parts, offset + (len(head) + begin if begin else 0)):
+            return b""
+        for part in parts:
+            state.update(part)
+    _fill(head, sum_at, state)
+    return None if found == head else bytes(found)
+
+
+def _fill(head: bytearray, sum_at: int, state: Checksum) -> None:
+    head[sum_at : sum_at + CHECKSUM_BYTES] = state.digest()
+    head[-CHECKSUM_BYTES:] = checksum(head[:-CHECKSUM_BYTES])
+
+
+def _chunks(head_bytes: int, payload_bytes: int) -> Iterator[tuple[int, int]]:
+    """Parts of a payload whose ends lie on whole pages of the file: no page is written in two calls."""
+    begin, end = 0, max(1, _CHUNK_BYTES - head_bytes)
+    while begin < payload_bytes:
+        if payload_bytes - end < _LEAST_CHUNK_BYTES:
+            end = payload_bytes
+        yield begin, end
+        begin, end = end, end + _CHUNK_BYTES
+
+
+def _cut(views: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """Bytes [begin, end) of the views in order."""
+    parts, at = [], 0
+    for view in views:
+        first, last = max(begin - at, 0), min(end - at, view.nbytes)
+        if first < last:
+            parts.append(view[first:last])
+        at += view.nbytes
+    return parts
+
+
+def _write_all(fd: int, views: list[memoryview], offset: int) -> None:
+    while views:
+        done = os.pwritev(fd, views[:_VIEWS_MOST], offset)
+        offset += done
+        views = _rest(views, done)
+
+
+def _read_all(fd: int, views: list[memoryview], offset: int) -> bool:
+    """False when the file ends before the views are full."""
+    while views:
+        done = os.preadv(fd, views[:_VIEWS_MOST], offset)
+        if done == 0:
+            return False
+        offset += done
+        views = _rest(views, done)
+    return True
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    for index, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[index + 1 :]]
+        done -= view.nbytes
+    return []
+
+
+def _is_native() -> bool:
+    return dispatch.implementation_of(OPERATION, "cpu") == "native"
+
+
+@cache
+def _native() -> Any:
+    from quant import native
+
+    return native.kernels

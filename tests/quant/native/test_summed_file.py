@@ -1,0 +1,165 @@
+"""Head and rows to a file and from it: natively and by Python alike, cut anywhere, to the byte; the head goes last."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from quant import dispatch, native
+from quant.native.checksum import OPERATION
+from quant.native.summed_file import read_summed, write_summed
+from tests.quant.native.build_kit import ROOT, needs_extension
+
+WAYS = ["native", "xxhash"] if native.kernels is not None else ["xxhash"]
+BYTES = random.Random(5).randbytes(1 << 20)
+SUM_AT, HEAD_BYTES = 72, 320
+SIZES = [
+    [1],
+    [4096 - HEAD_BYTES],
+    [70_000, 1],
+    [0, 5, 0, 262_144, 0],
+    [327_680 - HEAD_BYTES],
+    [327_681 - HEAD_BYTES],
+    [262_144 - HEAD_BYTES, 327_680],
+    [600_001, 7, 250_000],
+    [1_048_000],
+    [300] * 1500,
+    [2048, 5000] * 150,
+]
+
+
+@pytest.fixture(params=WAYS)
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with dispatch.forced(OPERATION, "cpu", request.param):
+        yield
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def head_of(number: int) -> bytearray:
+    return bytearray(random.Random(number).randbytes(HEAD_BYTES))
+
+
+def expected_head(head: bytearray, payload: bytes) -> bytes:
+    whole = bytes(head[:SUM_AT]) + xxhash.xxh3_128_digest(payload) + bytes(head[SUM_AT + 16 : -16])
+    return whole + xxhash.xxh3_128_digest(whole)
+
+
+def pieces(sizes: list[int]) -> list[bytes]:
+    at, rows = 3, []
+    for size in sizes:
+        rows.append(BYTES[at : at + size])
+        at = (at + size) % 1000
+    return rows
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
+def test_what_was_written_is_read(fd: int, sizes: list[int]) -> None:
+    rows, offset, tail_bytes = pieces(sizes), 8192, 100
+    payload = b"".join(rows)
+    os.pwrite(fd, b"\xee" * (offset + HEAD_BYTES + len(payload) + 300), 0)
+    head = head_of(1)
+    wanted = expected_head(head, payload)
+    write_summed(fd, offset, head, SUM_AT, rows, tail_bytes)
+    assert head == wanted
+    stored = os.pread(fd, 1 << 22, 0)
+    assert stored[:offset] == b"\xee" * offset
+    assert stored[offset:].startswith(wanted + payload + bytes(tail_bytes) + b"\xee" * 200)
+    found, own = [bytearray(size) for size in reversed(sizes)], head_of(1)  # cut otherwise than it was written
+    assert read_summed(fd, offset, own, SUM_AT, found) is None
+    assert own == wanted
+    assert b"".join(found) == payload
+
+
+@pytest.mark.usefixtures("_way")
+def test_what_is_not_as_expected_gives_the_head_that_is_there(fd: int) -> None:
+    payload = BYTES[:700_000]
+    head = head_of(2)
+    write_summed(fd, 0, head, SUM_AT, [payload], 0)
+    for place in (0, 40, SUM_AT, HEAD_BYTES - 1, HEAD_BYTES, 500_000, HEAD_BYTES + len(payload) - 1):
+        before = os.pread(fd, 1, place)
+        os.pwrite(fd, bytes([before[0] ^ 1]), place)
+        found, own = bytearray(len(payload)), head_of(2)
+        assert read_summed(fd, 0, own, SUM_AT, [found]) == os.pread(fd, HEAD_BYTES, 0)
+        assert own[SUM_AT : SUM_AT + 16] == xxhash.xxh3_128_digest(found)
+        os.pwrite(fd, before, place)
+    assert read_summed(fd, 0, head_of(3), SUM_AT, [bytearray(len(payload))]) == head
+    for length in (0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + len(payload) - 1):
+        os.ftruncate(fd, length)
+        assert read_summed(fd, 0, head_of(2), SUM_AT, [bytearray(len(payload))]) == b""
+
+
+@pytest.mark.usefixtures("_way")
+def test_errors_of_the_file_are_raised(tmp_path: Path, fd: int) -> None:
+    readonly = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            write_summed(readonly, 0, head_of(1), SUM_AT, [b"x"], 0)
+    finally:
+        os.close(readonly)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_summed(readonly, 0, head_of(1), SUM_AT, [bytearray(1)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_that_is_cut_off_leaves_no_head(tmp_path: Path, way: str) -> None:
+    """Wherever the file ends growing: what lay there before is no frame any more, and the new one is none yet."""
+    code = (
+        "import os, resource, sys\nfrom quant import dispatch\nfrom quant.native.summed_file import write_summed\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+        "for most in (400_000, 524_288, 700_000, 1_000_000):\n"
+        "    os.pwrite(fd, b'\\xee' * 320, 0)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))\n"
+        "    with dispatch.forced('checksum', 'cpu', sys.argv[2]):\n"
+        "        try:\n            write_summed(fd, 0, bytearray(b'h' * 320), 72, [bytes(999_700)], 0)\n"
+        "        except OSError as error:\n            print(error.errno, any(os.pread(fd, 320, 0)))\n"
+    )
+    file = tmp_path / "file"
+    file.touch()
+    command = [sys.executable, "-c", code, str(file), way]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["27 False"] * 4  # EFBIG
+
+
+@needs_extension
+def test_misuse_is_refused(fd: int) -> None:
+    write, read = native.kernels.summed_write, native.kernels.summed_read
+    head = head_of(1)
+    for call, tail in ((write, (0,)), (read, ())):
+        with pytest.raises(TypeError, match="expected summed"):
+            call(fd)
+        with pytest.raises(TypeError, match="list of buffers"):
+            call(fd, 0, head, SUM_AT, (bytearray(1),), *tail)
+        with pytest.raises(TypeError):
+            call(fd, 0, head, SUM_AT, ["text"], *tail)
+        for rows in ([], [bytearray()]):
+            with pytest.raises(ValueError, match="got no bytes"):
+                call(fd, 0, head, SUM_AT, rows, *tail)
+        for number, offset, own, at in (
+            (-1, 0, head, 0),
+            (fd, -1, head, 0),
+            (fd, 0, head, -1),
+            (fd, 0, head, HEAD_BYTES - 31),
+            (fd, 0, bytearray(31), 0),
+            (fd, 0, bytearray(8193), 0),
+        ):
+            with pytest.raises(ValueError, match="expected 0 or more"):
+                call(number, offset, own, at, [bytearray(1)], *tail)
+    with pytest.raises(BufferError):
+        read(fd, 0, head, SUM_AT, [b"x"])
+    with pytest.raises(ValueError, match="tail: got"):
+        write(fd, 0, head, SUM_AT, [b"x"], -1)
+    assert os.fstat(fd).st_size == 0
