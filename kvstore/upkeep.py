@@ -274,11 +274,12 @@ class Upkeep:
 
         Looking at the coldest few alone would keep a copy of just these, and one prompt's admission takes many.
         """
+        step_blocks = self.config.spill_blocks_per_step
         size = self.pool.layout.raw_slot_bytes[2 * group + form]
-        reach = min(_REACH_BLOCKS, self.tiers[0].capacity_bytes // (2 * size))
+        reach = max(step_blocks, min(_REACH_BLOCKS, self.tiers[0].capacity_bytes // (2 * size)))
         coldest = self.pool.coldest(group, reach, form).tolist()
         waiting = [one for one in coldest if not self._had_its_turn(one)]
-        return waiting[: self.config.spill_blocks_per_step]
+        return waiting[:step_blocks]
 
     def _had_its_turn(self, block_id: int) -> bool:
         name = self._names.get(block_id)
