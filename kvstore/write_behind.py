@@ -7,8 +7,8 @@ Where the bytes come from, in this order:
 - a copy in the store's own memory (the host tier): lent, so it is neither evicted nor overwritten while it is read;
 - the device block. For the store's own memory it is read in place, fenced for the length of a memcpy. For any other
   tier an executor first copies it into a staging buffer, and the fence ends there: a server that hangs holds buffers,
-  of which each tier has `_STAGED_BYTES`, and no device memory. (Sending everything through the host tier instead would let
-  what is young push out what is old there, and many stores have none.)
+  of which each tier has `_STAGED_BYTES`, and no device memory. (Sending everything through the host tier instead would
+  let what is young push out what is old there, and many stores have none.)
 
 A queued copy holds nothing: a block that was evicted before its turn, cooled or taken by others is passed by, counted.
 """
