@@ -219,6 +219,12 @@ class Links:
     def is_plain(self) -> bool:
         return self.options.plain
 
+    @property
+    def is_down(self) -> bool:
+        """Every server that was tried is left alone for now."""
+        nodes = list(self._nodes.values())
+        return self._front.is_open or (bool(nodes) and all(one.breaker.is_open for one in nodes))
+
     def node_for(self, key: bytes) -> Node:
         """The server that has this key. NodeDownError when the topology cannot be learned."""
         if self.address.topology is not Topology.CLUSTER:

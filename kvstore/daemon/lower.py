@@ -171,6 +171,11 @@ class LowerTier:
                 self._let_go(arena, entry)
 
     @property
+    def state(self) -> str:
+        """ok; down: it cannot be reached now; dropped: an operator has said so."""
+        return "dropped" if self.is_dropped else "down" if self.tier.is_down else "ok"
+
+    @property
     def depths(self) -> dict[str, int]:
         return {"spill": len(self._queue) + len(self._spilling), "fetch": len(self._fetching)}
 
@@ -251,6 +256,9 @@ class LowerTier:
 
         def finish(results: Sequence[ResultCode]) -> None:
             self.counts["spilled"] += results.count(ResultCode.OK)
+            self.counts["spilled_bytes"] += sum(
+                item.pieces[0].nbytes for item, code in zip(items, results, strict=False) if code is ResultCode.OK
+            )
             self.counts["spills_failed"] += len(results) - results.count(ResultCode.OK)
             with self._lock:
                 dropped = [key for key, is_dropped in self._spilling.items() if is_dropped]
@@ -300,6 +308,7 @@ class LowerTier:
         with self._lock:
             self._fetching.pop((id(arena), entry.key), None)
             self.counts["fetched" if result is ResultCode.OK else f"fetch_{result}"] += 1
+            self.counts["fetched_bytes"] += entry.size_bytes if result is ResultCode.OK else 0
             if result is ResultCode.OK and fetch.number == arena.generation and arena.twin(entry) is None:
                 arena.publish(entry)
             else:
