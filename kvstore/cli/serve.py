@@ -24,7 +24,7 @@ _LONGEST_HOLD_SECONDS = 0.0001  # of Python's lock: a request must not wait for 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
 
-def serve(
+def serve(  # noqa: PLR0913 - the options of a command
     config: Annotated[
         Path | None, typer.Option(help="TOML with the tables [kvstore] and [daemon].", dir_okay=False)
     ] = None,
@@ -38,7 +38,7 @@ def serve(
     ] = None,
     http: Annotated[
         str | None,
-        typer.Option(metavar="PORT|HOST:PORT", help="Serve page, metrics and admin calls; a port: loopback."),
+        typer.Option(metavar="PORT|HOST:PORT", help="Serve page, metrics, admin calls; a port: loopback."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Validate the settings, start nothing.")] = False,
     json_file: Annotated[

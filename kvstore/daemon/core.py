@@ -133,11 +133,11 @@ class Core:
 
     def _why_missed(self, holder: Holder, hash: bytes, pending: int) -> str:
         """The cause that is counted for a lookup that ended at this block."""
+        if any(one.state == "down" for one in self.lowers):
+            return "tier_down"
         if pending:
             return "still_looking"
-        if hash in holder.arena.recently_evicted:
-            return "evicted"
-        return "tier_down" if any(one.state != "ok" for one in self.lowers) else "never_stored"
+        return "evicted" if hash in holder.arena.recently_evicted else "never_stored"
 
     def _run_below(
         self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int, below: dict[str, int]

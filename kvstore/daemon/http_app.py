@@ -1,6 +1,6 @@
 """The daemon's HTTP routes, as a starlette application. The one file here that imports starlette.
 
-What is read is open on loopback, unless a token was set; beyond it a token is required. Admin calls always take a token:
+What is read is open on loopback, unless a token was set; beyond it a token is required. Admin calls always take one:
 every user of a machine reaches its loopback, and so does every page in a browser there. A Host header that is not this
 machine's is refused on loopback (DNS rebinding). The page itself holds no figures and needs no token.
 """

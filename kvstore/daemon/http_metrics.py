@@ -41,7 +41,7 @@ SERIES = {
     "evicted_blocks": _Series("counter", "Copies evicted from shared memory", ("domain",)),
     "segments_recalled": _Series("counter", "Segments that one client had to give up for another", ("domain",)),
     "refused": _Series("counter", "Requests and connections refused or slowed", ("cause",)),
-    "corrupt_blocks": _Series("counter", "Copies in shared memory whose bytes were wrong; served to nobody", ("cause",)),
+    "corrupt_blocks": _Series("counter", "Copies in shared memory with wrong bytes; served to nobody", ("cause",)),
     "tenant_blocks": _Series("counter", "Blocks of lookups and reads", ("tenant", "kind")),
     "tier_up": _Series("gauge", "1: usable; 0: down or dropped", ("tier",)),
     "tier_used_bytes": _Series("gauge", "Bytes in use", ("tier",)),
@@ -126,7 +126,7 @@ class DaemonMetrics(Collector):
 
 
 def _lookups(one: dict[str, Any], no_hits: dict[str, int]) -> dict[str, list[_Row]]:
-    """Every tier and cause has its series from the start: a rate cannot see the first rise of one that was not there."""
+    """Every tier and cause has its series from the start: a rate does not see the first rise of a new one."""
     return {
         "lookups": [((), one["lookups"])],
         "lookup_blocks": [((), one["asked_blocks"])],
@@ -184,7 +184,9 @@ def _state(stats: dict[str, Any]) -> dict[str, list[_Row]]:
             if cause.startswith("refused_") or cause in slowed
         ],
         "corrupt_blocks": [
-            ((cause.removeprefix("corrupt_"),), count) for cause, count in counts.items() if cause.startswith("corrupt_")
+            ((cause.removeprefix("corrupt_"),), count)
+            for cause, count in counts.items()
+            if cause.startswith("corrupt_")
         ],
         "reserved_bytes": [((), stats["budget"]["reserved_bytes"])],
         "clients": [((), stats["connections"])],

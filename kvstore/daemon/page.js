@@ -62,10 +62,9 @@ function hitRatio(seconds) {
 const W = 420, H = 220, LEFT = 66, RIGHT = 14, TOP = 14, BOTTOM = 26;
 function steps(largest, binary) {
   if (!(largest > 0)) return [0, 1];
-  const base = binary ? 1024 ** Math.floor(Math.log(largest) / Math.log(1024)) : 1;
-  const raw = largest / base / 3;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw * 0.999) * base;
+  const raw = largest / 3, power = 10 ** Math.floor(Math.log10(raw));
+  const step = binary ? 2 ** Math.max(0, Math.ceil(Math.log2(raw)))
+    : [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw * 0.999);
   const found = [];
   for (let value = 0; found.length === 0 || found[found.length - 1] < largest * 0.9999; value += step) found.push(value);
   return found;
@@ -113,14 +112,17 @@ function thinned() {
   const step = Math.max(1, Math.ceil(samples.length / 110));
   return samples.filter((_, at) => (samples.length - 1 - at) % step === 0);
 }
+// those that have a colour of their own first, in its order, then the rest by name
+function namesOf(few, known, pick) {
+  const own = Object.keys(known), place = (name) => (own.includes(name) ? own.indexOf(name) : own.length);
+  return [...new Set(few.flatMap((one) => Object.keys(pick(one))))].sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
+}
 function gauges(few, known, pick) {
-  const names = [...new Set(few.flatMap((one) => Object.keys(pick(one))))].sort();
-  return names.map((name, at) => ({name: words(name), kind: kindOf(known, name, at),
+  return namesOf(few, known, pick).map((name, at) => ({name: words(name), kind: kindOf(known, name, at),
     points: few.map((one) => [one.time_seconds, pick(one)[name] || 0])}));
 }
 function rates(few, known, pick, per) {
-  const names = [...new Set(few.flatMap((one) => Object.keys(pick(one))))].sort();
-  return names.map((name, at) => ({name: words(name), kind: kindOf(known, name, at),
+  return namesOf(few, known, pick).map((name, at) => ({name: words(name), kind: kindOf(known, name, at),
     points: few.slice(1).map((one, before) => {
       const risen = (pick(one)[name] || 0) - (pick(few[before])[name] || 0), over = per(one, few[before]);
       return [one.time_seconds, over > 0 ? risen / over : 0];
@@ -141,6 +143,10 @@ function charts() {
     chart("Queued copies", gauges(few, {"disk spill": "tight", "disk fetch": "full", "remote spill": "int4", "remote fetch": "host"},
       (one) => one.queues)),
   ];
+  if (latest && latest.saved_prefill_seconds) {
+    const saved = (one) => ({"seconds of prefill": one.saved_prefill_seconds});
+    found.push(chart("TTFT saved, seconds a second", rates(few, {"seconds of prefill": "full"}, saved, seconds)));
+  }
   if (lower.length) found.splice(1, 0, chart("Below shared memory", lower, {label: bytes, binary: true}));
   return h("div", {class: "grid wide"}, found);
 }
@@ -148,11 +154,11 @@ function charts() {
 // tables and tiles ----------------------------------------------------------------------------------------------------
 function bar(share, kind) {
   const full = Math.max(0, Math.min(1, share));
-  return h("div", {class: "track"}, h("span", {class: "piece " + (full > 0.97 ? "tick" : kind), width: (100 * full).toFixed(1) + "%"}));
+  return h("div", {class: "track"}, h("span", {class: "piece " + kind, width: (100 * full).toFixed(1) + "%"}));
 }
 function table(heads, rows, texts = 1) {
   if (!rows.length) return h("p", {class: "empty"}, "none");
-  const cell = (tag) => (value, at) => h(tag, at < texts ? {class: "text"} : {}, value);
+  const cell = (tag) => (value, at) => h(tag, {class: (at < texts ? "text" : "") + (heads[at] ? "" : " roomy")}, value);
   return h("div", {class: "scroll"}, h("table", {}, h("thead", {}, h("tr", {}, heads.map(cell("th")))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell("td")))))));
 }
@@ -228,7 +234,7 @@ function prefixes() {
   const now = stats.time_seconds;
   return table(["root", "first block", "tenant", "lookups", "blocks reused", "longest", "last"], stats.prefixes.slice(0, 12).map((one) =>
     [h("code", {}, one.root), h("code", {}, one.block), one.tenant || "(unnamed)", plain(one.lookups), plain(one.hit_blocks),
-      plain(one.longest_tokens) + " tokens", duration(Math.max(0, now - one.last_seconds)) + " ago"]), 3);
+      plain(one.longest_tokens) + " tokens", now - one.last_seconds < 1 ? "now" : duration(now - one.last_seconds) + " ago"]), 3);
 }
 function clients() {
   return table(["client", "process", "user", "requests", "refused", "reading", "writing", "pinned", "prefill"], stats.clients.slice(0, 64).map((one) =>
