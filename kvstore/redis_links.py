@@ -221,9 +221,18 @@ class Links:
 
     @property
     def is_down(self) -> bool:
-        """Every server that was tried is left alone for now."""
+        """The server, or the cluster's topology, could not be reached when it was last tried."""
+        return any(one.is_open for one in self._breakers())
+
+    @property
+    def is_resting(self) -> bool:
+        """No server may be tried now."""
+        return any(one.is_resting for one in self._breakers())
+
+    def _breakers(self) -> list[CircuitBreaker]:
+        """Those of which each, alone, shuts everybody out."""
         nodes = list(self._nodes.values())
-        return self._front.is_open or (bool(nodes) and all(one.breaker.is_open for one in nodes))
+        return [self._front, *[one.breaker for one in nodes if len(nodes) == 1]]
 
     def node_for(self, key: bytes) -> Node:
         """The server that has this key. NodeDownError when the topology cannot be learned."""

@@ -121,6 +121,10 @@ class RedisTier(QueuedTier):
     def is_down(self) -> bool:
         return self.links.is_down
 
+    @property
+    def is_resting(self) -> bool:
+        return self.links.is_resting
+
     def delete(self, keys: Sequence[CopyKey]) -> int:
         """The number counts copies believed in; the server is told by the executor."""
         asked = list(dict.fromkeys(keys))

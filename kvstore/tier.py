@@ -217,7 +217,12 @@ class Tier(ABC):
 
     @property
     def is_down(self) -> bool:
-        """Whether nothing can be had from it now, as far as it knows without asking."""
+        """Whether nothing could be had from it when it was last tried."""
+        return False
+
+    @property
+    def is_resting(self) -> bool:
+        """Down, and not even tried now: what it is believed to hold cannot be had."""
         return False
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +82,7 @@ def _head(stats: dict[str, Any], samples: list[dict[str, Any]]) -> RenderableTyp
     lookups = stats["lookups"]
     ratios = [
         100 * (sum(new["hit_blocks"].values()) - sum(old["hit_blocks"].values())) / asked if asked > 0 else 0.0
-        for old, new in zip(samples, samples[1:], strict=False)
+        for old, new in pairwise(samples)
         if (asked := new["asked_blocks"] - old["asked_blocks"]) >= 0
     ]
     state = "[bold green]ready[/]" if stats["ready"] else "[bold red]not ready[/]"

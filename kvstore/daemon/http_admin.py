@@ -25,7 +25,7 @@ _MOST_PINNED = 1 << 20
 class Flush(Struct, frozen=True, forbid_unknown_fields=True):
     """root: of a namespace, or its first bytes where they are unique in shared memory; "all": everything."""
 
-    root: _Hex | Annotated[str, Meta(pattern="^all$")]
+    root: Annotated[str, Meta(pattern="^(all|([0-9a-f]{2}){4,32})$")]
     domain: _Name = ""
 
 
@@ -35,7 +35,7 @@ class Pin(Struct, frozen=True, forbid_unknown_fields=True):
     root: _Hex
     block: _Hex
     seconds: Annotated[float, Meta(gt=0, le=30 * 86400)]
-    budget_bytes: Annotated[int, Meta(ge=0, lt=1 << 63)]
+    budget_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     name: _Name = ""
     domain: _Name = ""
 
@@ -46,7 +46,7 @@ class Unpin(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     tenant: _Name
-    quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 63)]
+    quota_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class DropTier(Struct, frozen=True, forbid_unknown_fields=True):

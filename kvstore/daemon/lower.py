@@ -82,11 +82,11 @@ class LowerTier:
     # asked by sessions -----------------------------------------------------------------------------------------------
 
     def leading_run(self, form: Form, hashes: Sequence[bytes]) -> int:
-        return 0 if self.is_dropped else self.tier.leading_run(form.lower_template, hashes)
+        return 0 if self.is_dropped or self.tier.is_resting else self.tier.leading_run(form.lower_template, hashes)
 
     def presence(self, form: Form, hashes: Sequence[bytes]) -> list[int]:
         """0: not there, 1: there, 2: still being looked up."""
-        if self.is_dropped:
+        if self.is_dropped or self.tier.is_resting:  # the second: a client would ask again until its deadline
             return [0] * len(hashes)
         keys = form.lower_template.with_hashes(hashes)
         found = [int(one) for one in self.tier.contains(keys)]

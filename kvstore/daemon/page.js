@@ -214,7 +214,7 @@ function tiers() {
 function misses() {
   const causes = Object.entries(stats.lookups.missed_blocks).sort((a, b) => b[1] - a[1]);
   const meaning = {never_stored: "never stored here", evicted: "evicted: more memory would help", still_looking: "a lower tier was still looking",
-    tier_down: "a tier was down or dropped"};
+    tier_down: "a lower tier was down"};
   const largest = Math.max(1, ...causes.map((one) => one[1]));
   if (!causes.length) return h("p", {class: "empty"}, "none");
   return h("div", {}, causes.map(([cause, blocks]) => h("div", {class: "bar"},

@@ -91,7 +91,9 @@ def _lower(lower: Any) -> dict[str, Any]:
 
 
 def _tenants(core: Core) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        name: {"used_bytes": 0, "quota_bytes": quota, "counts": {}} for name, quota in core.quotas.items()
+    }
     for arena in core.arenas.values():
         for name, tenant in arena.tenants.items():
             one = found.setdefault(name, {"used_bytes": 0, "quota_bytes": tenant.quota_bytes, "counts": {}})

@@ -34,11 +34,11 @@ class RecentlyEvicted:
         self._table = array("Q", bytes(8 * _EVICTED_PLACES))
 
     def add(self, hash: bytes) -> None:
-        number = int.from_bytes(hash[:8], "little")
+        number = int.from_bytes(hash[-8:], "big") or 1
         self._table[number % _EVICTED_PLACES] = number
 
     def __contains__(self, hash: bytes) -> bool:
-        number = int.from_bytes(hash[:8], "little")
+        number = int.from_bytes(hash[-8:], "big") or 1
         return self._table[number % _EVICTED_PLACES] == number
 
 
