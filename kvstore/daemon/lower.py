@@ -216,6 +216,7 @@ class LowerTier:
             self._wake.wait(0.5)
             self._wake.clear()
             try:
+                self.tier.seen_epoch()  # a sign of life: without it a tier that nobody uses could be gone unseen
                 for done in self.tier.poll():
                     self._finish(done)
                 self._start_fetches()
