@@ -126,10 +126,7 @@ class KVStore:
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
         with self._lock:
-            costs = self._parts.costs
-            costs.observe_prefill(tokens, seconds)
-            for tier in self._parts.tiers:
-                tier.note_prefill_speed(costs.prefill_tokens_per_second)
+            self._parts.observe_prefill(tokens, seconds)
 
     # -- lookup and pin -----------------------------------------------------------------------------------------
 
