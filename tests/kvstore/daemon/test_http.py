@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,11 +22,18 @@ from kvstore.config import KVStoreConfig
 from kvstore.daemon import Daemon, DaemonSettings, DaemonTier
 from kvstore.daemon.http_app import BODY_BYTES_LIMIT
 from kvstore.daemon.http_server import HttpServer
+from kvstore.executor import ThreadExecutor
+from kvstore.frame_specs import geometry_specs
 from kvstore.http_access import is_loopback, names_loopback, read_address
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import PutItem, ResultCode
+from tests.kvstore.conftest import full_geometry
 from tests.kvstore.daemon.http_kit import Web, served
 from tests.kvstore.daemon.kit import ROOT, ServeProcess, get, put, until
+from tests.kvstore.driving import run_prompt
+
+if TYPE_CHECKING:
+    from kvstore import KVStore
 
 OK = ResultCode.OK
 TOKEN = "a-token-of-its-own-1234"
@@ -85,6 +92,30 @@ def test_what_is_told_is_what_was_done(web: tuple[Daemon, Web, DaemonTier]) -> N
     daemon.is_ready = False
     until(lambda: client.ask("GET", "/readyz")[0] == 503, 2)
     daemon.is_ready = True
+
+
+def test_time_saved_is_what_the_reading_engine_would_have_taken(
+    make_store: Callable[..., KVStore], tmp_path: Path
+) -> None:
+    """Whole stores: each tells its own prefill speed, however many cache groups, layers or heads a token has."""
+    with served(tmp_path) as (daemon, client):
+
+        def store() -> KVStore:
+            specs = geometry_specs(full_geometry())
+            tier = DaemonTier(daemon.settings.socket_path, ThreadExecutor("daemon"), specs=specs, timeout_seconds=2)
+            return make_store(tiers=[tier], blocks=16, share=True, load_always=True, io_threads="thread")
+
+        first, second = store(), store()
+        first.observe_prefill(100, 10.0)
+        second.observe_prefill(1000, 0.5)
+        prompt = list(range(165))
+        run_prompt(first, "a", prompt)
+        first.preempt("a")
+        until(lambda: (first.step(), first.metrics.get("spilled_blocks", tier="daemon") >= 10)[1])
+        assert run_prompt(second, "b", prompt) == 160
+        until(lambda: client.json("/v1/stats")["lookups"]["reused_tokens"] == 160, 2)
+        lookups = client.json("/v1/stats")["lookups"]
+        assert lookups["saved_prefill_seconds"] == pytest.approx(160 / 2000)
 
 
 def test_what_was_evicted_is_missed_by_that_cause(tmp_path: Path) -> None:
