@@ -29,15 +29,28 @@ _POSITION_FIELDS = (
 )
 
 
-def geometry_from_config(config: Any, dtype: torch.dtype | str, block_tokens: int = 16) -> KVGeometry:
+def geometry_from_config(
+    config: Any, dtype: torch.dtype | str, block_tokens: int = 16, *, latent: bool = False
+) -> KVGeometry:
     """KV geometry of a causal language model: a group of full layers, a group per sliding window, or both.
 
     config: a transformers config (of a multimodal model: its text part is taken).
     dtype: dtype of the stored KV, torch.bfloat16 or "bfloat16".
+    latent: the caller can keep MLA's latents, one of kv_lora_rank + qk_rope_head_dim values a token and layer.
     Raises ConfigError for models whose KV this runner cannot keep correctly, saying why.
     """
     text = config.get_text_config(decoder=True)
-    refuse_config(text)
+    rank = getattr(text, "kv_lora_rank", None) if latent else None
+    refuse_config(text, latent=latent)
+    if rank:
+        return KVGeometry.latent(
+            layers=int(text.num_hidden_layers),
+            latent_dim=int(rank),
+            rope_dim=int(text.qk_rope_head_dim),
+            dtype=dtype_name(dtype),
+            block_tokens=block_tokens,
+            position=position_scheme(text),
+        )
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     key_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
@@ -89,10 +102,10 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_config(text: Any) -> None:
+def refuse_config(text: Any, *, latent: bool = False) -> None:
     """Raise ConfigError for a config whose attention a paged runner would get wrong without any error."""
     name = getattr(text, "model_type", type(text).__name__)
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(text, "kv_lora_rank", None) and not latent:
         raise ConfigError(f"{name} keeps latent KV (MLA, kv_lora_rank={text.kv_lora_rank}): not in this runner yet")
     for where, rope_type in _rope_types(getattr(text, "rope_parameters", None)):
         if "dynamic" in rope_type or rope_type == "longrope":
