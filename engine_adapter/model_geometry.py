@@ -107,6 +107,10 @@ def refuse_config(text: Any, *, latent: bool = False) -> None:
     name = getattr(text, "model_type", type(text).__name__)
     if getattr(text, "kv_lora_rank", None) and not latent:
         raise ConfigError(f"{name} keeps latent KV (MLA, kv_lora_rank={text.kv_lora_rank}): not in this runner yet")
+    if getattr(text, "index_topk", None):
+        raise ConfigError(
+            f"{name} keeps the keys of a sparse-attention indexer beside its KV (index_topk): not here yet"
+        )
     for where, rope_type in _rope_types(getattr(text, "rope_parameters", None)):
         if "dynamic" in rope_type or rope_type == "longrope":
             raise ConfigError(

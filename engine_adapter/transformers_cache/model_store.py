@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allocator import ConfigError, IntegrityError, UsageError
+from allocator import ConfigError, GroupKind, IntegrityError, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
 from engine_adapter.model_geometry import geometry_from_config, refuse_model
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.transformers_cache.arguments import PassArguments, read_arguments
-from engine_adapter.transformers_cache.paged_function import ATTENTION_NAME, cache_attention, current_pass
+from engine_adapter.transformers_cache.paged_function import ATTENTION_NAME, cache_attention, can_absorb, current_pass
 from engine_adapter.transformers_cache.passes import ForwardPass
 from engine_adapter.transformers_cache.rows import Rows
 from engine_adapter.transformers_cache.store_cache import StoreCache
@@ -31,6 +31,7 @@ from kvstore import Identity, KVStore, KVStoreConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from allocator import KVGeometry
     from kvstore.tier import Tier
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -60,10 +61,11 @@ class ModelStore:
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         self.model = model
-        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=not paged)
+        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=True)
         self._backend: AttentionBackend | None = None
         if paged:
             refuse_model(model)
+            _refuse_latents(model, self.geometry)
             self._backend = get_backend(None, str(model.device))
         text = model.config.get_text_config(decoder=True)
         self.identity = Identity(
@@ -184,6 +186,18 @@ class ModelStore:
             cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"
             raise IntegrityError(f"layers {missing} of {type(model).__name__} never updated the cache in this pass")
         cache.rows.end_pass(step.new_columns)
+
+
+def _refuse_latents(model: Any, geometry: KVGeometry) -> None:
+    """ConfigError for a model with latents whose attention modules are not built as the absorbed form expects."""
+    if not any(group.kind is GroupKind.LATENT for group in geometry.groups):
+        return
+    modules = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
+    if not modules or not all(can_absorb(module) for module in modules):
+        raise ConfigError(
+            f"{type(model).__name__} keeps latents, and its attention is not built like DeepSeek's (kv_b_proj, "
+            "expand_kv): open its ModelStore with paged=False, which keeps latents too"
+        )
 
 
 def weights_in_memory(model: Any) -> str:

@@ -34,7 +34,8 @@ def cache_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query Tensor[rows, heads, columns, key_dim], key and value [rows, kv_heads, columns, dim] of this pass alone.
+    """query Tensor[rows, heads, columns, key_dim], key and value [rows, kv_heads, columns, dim] of this pass alone
+    (of a latent layer expanded to all heads, and not used: it attends over the latents).
 
     Returns (Tensor[rows, columns, heads, value_dim], None).
     """
@@ -54,8 +55,42 @@ def cache_attention(
             f"layer {layer} attends with a window of {told} tokens; its cache group has {step.windows[group]}"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latent_dim = None if step.latent is None else int(module.kv_b_proj.weight.shape[1])
     settings = step.settings
     if settings is None or settings.scaling != scaling or settings.softcap != softcap or settings.sinks is not s_aux:
-        settings = step.settings = AttentionSettings(scaling=scaling, softcap=softcap, sinks=s_aux)
-    found = step.backend.attend(step.paged[group], layer, step.flat(query), step.flat(key), step.flat(value), settings)
-    return step.unflat(found), None
+        settings = AttentionSettings(scaling=scaling, softcap=softcap, sinks=s_aux, latent_value_dim=latent_dim)
+        step.settings = settings
+    plan = step.paged[group]
+    if step.latent is None:
+        found = step.backend.attend(plan, layer, step.flat(query), step.flat(key), step.flat(value), settings)
+        return step.unflat(found), None
+    absorbed = _absorb(module, step.flat(query))
+    found = step.backend.attend(plan, layer, absorbed, step.flat(step.latent), None, settings)
+    return step.unflat(_expand(module, found)), None
+
+
+def can_absorb(module: Any) -> bool:
+    """Whether a latent (MLA) attention module has the parts that `_absorb` and `_expand` work with."""
+    return all(hasattr(module, name) for name in ("kv_b_proj", "expand_kv", "qk_nope_head_dim", "v_head_dim"))
+
+
+def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the latent to K without position and to V: Tensor[heads, nope or value dim, latent]."""
+    weight = module.kv_b_proj.weight
+    both = weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
+    return both[:, : module.qk_nope_head_dim], both[:, module.qk_nope_head_dim :]
+
+
+def _absorb(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """Queries as the latents see them: Tensor[tokens, heads, nope + rope] -> Tensor[tokens, heads, latent + rope].
+
+    K is never expanded: q . (W c) is (W' q) . c, and the rope part is shared by all heads.
+    """
+    nope = module.qk_nope_head_dim
+    to_keys, _ = _weights(module)
+    return torch.cat((torch.einsum("thn,hnl->thl", query[..., :nope], to_keys), query[..., nope:]), -1)
+
+
+def _expand(module: Any, found: torch.Tensor) -> torch.Tensor:
+    """Attended latents to values: Tensor[tokens, heads, latent] -> Tensor[tokens, heads, value_dim]."""
+    return torch.einsum("thl,hvl->thv", found, _weights(module)[1])

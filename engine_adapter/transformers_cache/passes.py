@@ -58,7 +58,8 @@ class ForwardPass:
         self.past_columns, self.new_columns = columns
         self.reached: set[int] = set()
         self.awaited: int | None = None  # layer whose attention comes next, in paged attention
-        self.settings: AttentionSettings | None = None
+        self.settings: AttentionSettings | None = None  # of the last layer; most models have the same for all
+        self.latent: torch.Tensor | None = None  # of the awaited layer: Tensor[rows, 1, columns, latent and rope]
         self.windows = tuple(group.window_tokens for group in cache.geometry.groups)
         self._batch = len(rows)
         alive = [(row, count) for row, count in zip(rows, fed, strict=True) if count]
@@ -87,11 +88,12 @@ class ForwardPass:
         """Write one layer's KV, Tensor[rows, kv_heads, columns, dim] each; returns what the layer has to see."""
         if tuple(keys.shape[:3:2]) != (self._batch, self.new_columns):
             raise ConfigError(
-                f"layer {layer} brings keys {list(keys.shape)}; expected {self._batch} rows of {self.new_columns} tokens"
+                f"layer {layer} brings keys {list(keys.shape)}; "
+                f"expected {self._batch} rows of {self.new_columns} tokens"
             )
         group, _ = self.cache.place(layer)
         self.cache.write(layer, self._writes[group], self.flat(keys), None if values is None else self.flat(values))
-        self.awaited = layer
+        self.awaited, self.latent = layer, keys if values is None else None
         if self.backend is not None or not self.past_columns:
             return keys, values
         read = self._reads[group]
@@ -100,10 +102,7 @@ class ForwardPass:
 
     def flat(self, states: torch.Tensor) -> torch.Tensor:
         """Tensor[rows, heads, columns, dim] -> Tensor[tokens, heads, dim], padding left out."""
-        if self._batch == 1:
-            flat = states[0].transpose(0, 1)
-        else:
-            flat = states.transpose(1, 2).flatten(0, 1)
+        flat = states[0].transpose(0, 1) if self._batch == 1 else states.transpose(1, 2).flatten(0, 1)
         return flat if self.places is None else flat[self.places]
 
     def unflat(self, found: torch.Tensor) -> torch.Tensor:
