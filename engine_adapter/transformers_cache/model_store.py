@@ -21,7 +21,7 @@ from allocator import ConfigError, GroupKind, IntegrityError, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
 from engine_adapter.model_geometry import geometry_from_config, refuse_model
 from engine_adapter.paged_cache import PagedCache
-from engine_adapter.transformers_cache.arguments import PassArguments, read_arguments
+from engine_adapter.transformers_cache.arguments import read_arguments
 from engine_adapter.transformers_cache.paged_function import ATTENTION_NAME, cache_attention, can_absorb, current_pass
 from engine_adapter.transformers_cache.passes import ForwardPass
 from engine_adapter.transformers_cache.rows import Rows
@@ -67,7 +67,6 @@ class ModelStore:
             refuse_model(model)
             _refuse_latents(model, self.geometry)
             self._backend = get_backend(None, str(model.device))
-        text = model.config.get_text_config(decoder=True)
         self.identity = Identity(
             model=type(model).__name__,
             weights=weights or weights_in_memory(model),
@@ -81,7 +80,6 @@ class ModelStore:
             raise ConfigError("the store has no device memory: give config.device_bytes")
         self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
         self._windows = {layer: group.window_tokens for group in self.geometry.groups for layer in group.layers}
-        self._position_limit = getattr(text, "max_position_embeddings", None)
         self._caches: weakref.WeakSet[StoreCache] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
         self._own_attention = str(model.config._attn_implementation)
@@ -92,7 +90,7 @@ class ModelStore:
             model.set_attn_implementation(ATTENTION_NAME)
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
     def cache(self, *, exact: bool = False, adapter: object = None, tenant: str | None = None) -> StoreCache:
@@ -151,14 +149,14 @@ class ModelStore:
             return None
         if cache not in self._caches:
             raise UsageError("this cache belongs to another model: take one from the ModelStore of this one")
+        if model.training:
+            raise UsageError("the model is in training mode, where dropout changes its KV; call model.eval() first")
         self._end_dropped()
         rows = cache.rows
-        cache.running = None
         rows.settle()
         given = read_arguments(args, kwargs, rows.columns, rows.rows)
         if not rows.rows:
-            self._admit(rows, given)
-            given.cut(rows.columns)
+            given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()))
         for row, pad in zip(rows.rows, given.pads, strict=True):
             if not row.ids:
                 row.pad = pad
@@ -169,18 +167,14 @@ class ModelStore:
         cache.running = ForwardPass(self.store, self._paged, rows.rows, fed, columns, self._backend)
         return given.args, given.kwargs
 
-    def _admit(self, rows: Rows, given: PassArguments) -> None:
-        most = given.reusable_columns()
-        if self._position_limit is not None and given.columns > self._position_limit:
-            most = 0
-        rows.admit(given.tokens(), given.pads, most)
-
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = next((kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         if not isinstance(cache, StoreCache) or cache.running is None:
             return
         step, cache.running = cache.running, None
         current_pass.set(None)
+        if output is None:  # the pass failed: the next step takes back what it wrote
+            return
         missing = sorted(set(self._windows) - step.reached)
         if missing:
             cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"

@@ -91,6 +91,8 @@ class ForwardPass:
                 f"layer {layer} brings keys {list(keys.shape)}; "
                 f"expected {self._batch} rows of {self.new_columns} tokens"
             )
+        if keys.dtype != self.cache.dtype:
+            raise ConfigError(f"layer {layer} brings KV of {keys.dtype}; the store keeps {self.cache.dtype}")
         group, _ = self.cache.place(layer)
         self.cache.write(layer, self._writes[group], self.flat(keys), None if values is None else self.flat(values))
         self.awaited, self.latent = layer, keys if values is None else None
@@ -152,8 +154,7 @@ class ForwardPass:
         if read.full is not None:
             found_keys, found_values = self.cache.read_full(layer, read.full, (self._batch, len(read.entries[0])))
             part = slice(read.lows[0] - read.starts[0], read.highs[0] - read.starts[0])
-            seen = found_keys[:, :, part].to(keys.dtype)
-            return seen, None if values is None else found_values[:, :, part].to(values.dtype)
+            return found_keys[:, :, part], None if values is None else found_values[:, :, part]
         found_keys, found_values = self.cache.gather_batch(layer, read.entries)
         seen = self._align(found_keys, read, keys)
         return seen, None if values is None else self._align(found_values, read, values)

@@ -138,6 +138,8 @@ class Rows:
 
     def cut(self, columns: int) -> None:
         """Drop the last `columns`. CannotRollback, with nothing changed, where a window has lost what is needed."""
+        if self._in_pass:
+            self.settle()
         columns = min(columns, self.columns)
         for index, row in enumerate(self.rows):
             remove = min(columns, len(row.ids))

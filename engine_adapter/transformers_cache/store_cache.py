@@ -111,7 +111,6 @@ class StoreCache(Cache):  # type: ignore[misc] # untyped
         """Remove the last tokens: a negative count, as transformers has it."""
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): expected a negative count of tokens to remove")
-        self._refuse_in_pass("crop")
         if tokens_to_remove:
             self.rows.cut(-tokens_to_remove)
 
@@ -138,20 +137,14 @@ class StoreCache(Cache):  # type: ignore[misc] # untyped
 
     def finish(self) -> None:
         """End the sequences of this cache; dropping the object does the same."""
-        self.running = None
         self.rows.finish()
 
     def activate_past_recording(self) -> None:
         """Nothing to do: what the last pass wrote can always be taken back, windows included."""
 
     def _take(self, sources: list[int]) -> None:
-        self._refuse_in_pass("reorder")
         if self.rows.rows:
             self.rows.take(sources)
-
-    def _refuse_in_pass(self, what: str) -> None:
-        if self.running is not None:
-            raise UsageError(f"{what}: the cache is inside a forward pass")
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UsageError("a StoreCache cannot be copied; begin the shared prompt again: it is found in the store")
