@@ -191,7 +191,7 @@ def test_a_second_process_reuses_through_the_disk(tmp_path: Path) -> None:
     assert (cold, by_tier) == (0, {})
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, "gemma3", path],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"64 {{'disk': 64}} {tokens}"
