@@ -143,12 +143,15 @@ class ModelStore:
 
     # ---- hooks
 
+    def _ours(self, kwargs: dict[str, Any]) -> StoreCache | None:
+        """The cache of a call, if this ModelStore made it; others have hooks of their own."""
+        given = next((kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        return given if isinstance(given, StoreCache) and given in self._caches else None
+
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        cache = next((kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-        if not isinstance(cache, StoreCache):
+        cache = self._ours(kwargs)
+        if cache is None:
             return None
-        if cache not in self._caches:
-            raise UsageError("this cache belongs to another model: take one from the ModelStore of this one")
         if model.training:
             raise UsageError("the model is in training mode, where dropout changes its KV; call model.eval() first")
         self._end_dropped()
@@ -168,8 +171,8 @@ class ModelStore:
         return given.args, given.kwargs
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = next((kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-        if not isinstance(cache, StoreCache) or cache.running is None:
+        cache = self._ours(kwargs)
+        if cache is None or cache.running is None:
             return
         step, cache.running = cache.running, None
         current_pass.set(None)

@@ -50,7 +50,7 @@ def test_arguments_that_do_not_say_what_the_kv_is(model: Any, arguments: dict[st
 def test_another_models_cache_training_gradients_and_the_wrong_time(model: Any) -> None:
     other = tiny_model("llama")
     with opened(model) as kv, opened(other) as second:
-        with pytest.raises(UsageError, match="another model"):
+        with pytest.raises(UsageError, match="outside a forward pass of the model that its ModelStore"):
             generate(model, PROMPT, second.cache())
         with pytest.raises(UsageError, match="outside a forward pass"):
             kv.cache().update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
@@ -222,6 +222,23 @@ def test_what_the_device_cannot_hold_comes_back_from_the_host(model: Any) -> Non
                 del cache
                 gc.collect()
         assert tiers["host"] > 0
+
+
+def test_the_name_that_transformers_had_before(model: Any) -> None:
+    with opened(model) as kv:
+        cache = kv.cache()
+        with pytest.warns(FutureWarning, match="past_key_values"):
+            model.generate(
+                PROMPT, attention_mask=torch.ones_like(PROMPT), past_key_values=cache, max_new_tokens=2, pad_token_id=0
+            )
+        assert cache.get_seq_length() == PROMPT.shape[1] + 1
+
+
+def test_two_stores_of_one_model(model: Any) -> None:
+    with opened(model) as first, opened(model, tenant="second") as second:
+        expected = generate(model, PROMPT)
+        for kv in (first, second, first):
+            assert generate(model, PROMPT, kv.cache()) == expected
 
 
 def test_config_is_the_stores_own() -> None:
