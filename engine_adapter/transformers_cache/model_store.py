@@ -61,7 +61,7 @@ class ModelStore:
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         self.model = model
-        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=True)
+        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=True, sharing=not paged)
         self._backend: AttentionBackend | None = None
         if paged:
             refuse_model(model)
@@ -80,6 +80,7 @@ class ModelStore:
             raise ConfigError("the store has no device memory: give config.device_bytes")
         self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
         self._windows = {layer: group.window_tokens for group in self.geometry.groups for layer in group.layers}
+        self._layer_count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self._caches: weakref.WeakSet[StoreCache] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
         self._own_attention = str(model.config._attn_implementation)
@@ -106,7 +107,7 @@ class ModelStore:
             )
         self._refuse_unnamed_adapter(identity or self.identity)
         rows = Rows(self.store, self._paged, exact=exact, identity=identity)
-        cache = StoreCache(rows, self._windows)
+        cache = StoreCache(rows, self._windows, self._layer_count)
         self._caches.add(cache)
         ending = weakref.finalize(cache, self._dropped.append, rows)
         ending.atexit = False

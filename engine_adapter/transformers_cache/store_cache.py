@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from allocator import GroupKind, IntegrityError, UsageError
 from engine_adapter.transformers_cache.paged_function import current_pass
@@ -64,8 +64,13 @@ class StoreCache(Cache):  # type: ignore[misc] # untyped
     It ends when it is dropped, or with `finish()`: then its tokens stay in the store, as hits for later calls.
     """
 
-    def __init__(self, rows: Rows, windows: Mapping[int, int | None]) -> None:
-        super().__init__(layers=[StoreLayer(rows, windows[layer]) for layer in sorted(windows)])
+    def __init__(self, rows: Rows, windows: Mapping[int, int | None], layer_count: int) -> None:
+        """windows: of each layer that has KV of its own; the others of the `layer_count` reuse another's."""
+        super().__init__(
+            layers=[
+                StoreLayer(rows, windows[layer]) if layer in windows else DummyLayer() for layer in range(layer_count)
+            ]
+        )
         self.rows = rows
         self.running: ForwardPass | None = None
 

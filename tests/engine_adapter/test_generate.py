@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from allocator import ConfigError
 from tests.engine_adapter.generate_kit import BATCH, BLOCK, FAMILIES, PROMPT, generate, opened, random_ids, ways
 from tests.engine_adapter.paged_kit import tiny_model
 
@@ -43,6 +44,22 @@ def test_generate_equals_dynamic_cache_cold_and_warm(
             if "chunk" not in name:  # of a prompt in pieces only the first piece is looked up
                 assert reused[1] >= BLOCK, name
             assert kv.store.sequence_ids() == [] or kv._dropped
+
+
+def test_layers_that_reuse_the_kv_of_another_store_none() -> None:
+    """Gemma 3n style: the last two of six layers read what layers 2 and 3 have."""
+    model = tiny_model("gemma3n")
+    for ids, arguments in ((PROMPT, {}), (PROMPT, {"num_beams": 4}), (BATCH, {})):
+        expected = generate(model, ids, **arguments)
+        with opened(model) as kv:
+            assert sorted(layer for group in kv.geometry.groups for layer in group.layers) == [0, 1, 2, 3]
+            for reused in (False, True):
+                cache = kv.cache()
+                assert generate(model, ids, cache, **arguments) == expected
+                assert (cache.reused_tokens > 0) == reused
+                cache.finish()
+    with pytest.raises(ConfigError, match="not in paged attention yet"), opened(model, paged=True):
+        pass
 
 
 def test_eager_attention_too() -> None:
