@@ -10,6 +10,7 @@ Used by one thread, the one that runs the model.
 from __future__ import annotations
 
 import hashlib
+import json
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore.tier import Tier
 
+_NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
@@ -43,7 +45,8 @@ class ModelStore:
     model: a causal language model of transformers, in eval mode. config: memory, tiers and codec, as everywhere.
     paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
     attention; until `close` the model then needs a cache of ours. weights: digest or revision of the weights; by
-    default a SHA-256 over all of them in memory, once. adapter, tenant: see Identity. tiers: instead of the config's.
+    default a SHA-256 over all of them in memory and the model's config, once. adapter, tenant: see Identity. tiers:
+    instead of the config's.
 
     Raises ConfigError, naming the model, where reuse would be silently wrong.
     """
@@ -199,8 +202,9 @@ def _refuse_latents(model: Any, geometry: KVGeometry) -> None:
 
 
 def weights_in_memory(model: Any) -> str:
-    """SHA-256 (hex) over names, dtypes, shapes and bytes of all weights, as they are now."""
-    digest = hashlib.sha256()
+    """SHA-256 (hex) over all weights as they are now, and over what the config says of how they are used."""
+    told = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_ABOUT_KV}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
         digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -89,6 +89,15 @@ class Rows:
         least lucky row can; the others give back what they have beyond.
         """
         self.rows = [Row(pad) for pad in pads]
+        try:
+            return self._admit_all(prompts, most_columns)
+        except BaseException:
+            for row in self.rows:
+                self._end(row, "abort")
+            self.rows = []
+            raise
+
+    def _admit_all(self, prompts: Sequence[list[int]], most_columns: int) -> int:
         for row, prompt in zip(self.rows, prompts, strict=True):
             if prompt:
                 self._admit(row, prompt if most_columns > 0 else prompt[:1])
@@ -121,7 +130,7 @@ class Rows:
                 assert row.sequence_id is not None
                 self._grow(row.sequence_id, len(fed))
                 grown.append((row.sequence_id, len(fed)))
-        except CapacityError:
+        except BaseException:
             for sequence_id, count in grown:
                 self._store.rollback(sequence_id, count)
             raise
@@ -188,16 +197,17 @@ class Rows:
 
     def _admit(self, row: Row, prompt: list[int]) -> None:
         store = self._store
-        row.sequence_id = sequence_id = _new_id()
+        sequence_id = _new_id()
         while True:
             try:
                 given = store.admit(sequence_id, prompt, exact=self._exact, identity=self._identity)
-            except BaseException:
-                row.sequence_id = None
-                raise
-            if not given.ask_again:
-                break
+                if not given.ask_again:
+                    break
+            except CapacityError as error:
+                if not error.transient:
+                    raise
             self._let_work()
+        row.sequence_id = sequence_id
         while not (state := store.fetch(sequence_id)).done:
             self._let_work()
         row.ids = prompt[: state.ready_tokens]

@@ -146,6 +146,24 @@ def test_a_paged_model_without_our_cache_says_so_and_is_itself_again_after_close
 def test_weights_name_the_store(model: Any) -> None:
     assert weights_in_memory(model) == weights_in_memory(tiny_model("llama"))
     assert weights_in_memory(model) != weights_in_memory(tiny_model("llama", seed=1))
+    assert weights_in_memory(model) != weights_in_memory(tiny_model("llama", rms_norm_eps=1e-3)), "same weights"
+    with opened(model, paged=True) as kv:
+        assert kv.identity.weights == weights_in_memory(model)
+
+
+def test_a_batch_that_cannot_be_admitted_leaves_the_cache_as_it_was(model: Any) -> None:
+    with opened(model, device_bytes="192 KiB") as kv:
+        generate(model, PROMPT, kv.cache())
+        cache = kv.cache()
+        with pytest.raises(CapacityError):
+            generate(
+                model, torch.cat((PROMPT.repeat(1, 1), *(torch.tensor([random_ids(42)]) for _ in range(5)))), cache
+            )
+        assert cache.get_seq_length() == 0
+        cache.finish()
+        gc.collect()
+        cache = kv.cache()
+        assert generate(model, PROMPT, cache) == generate(model, PROMPT)
 
 
 def test_case_003_adapters_and_tenants_share_nothing(model: Any) -> None:
