@@ -44,14 +44,14 @@ def assistant(family: str) -> Any:
 
 
 def ways(family: str) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
-    """Ways to generate, by name: (prompt, arguments of generate). Two families go them all."""
+    """Ways to generate, by name: (prompt, arguments of generate). One family goes them all."""
     most = {
         "greedy": (PROMPT, {}),
         "beams": (PROMPT, {"num_beams": 4}),
         "assisted": (PROMPT, {"assistant_model": assistant(family)}),
         "padded": (BATCH, {}),
     }
-    if family not in ("llama", "gemma3"):
+    if family != "gemma3":
         return most
     return most | {
         "lookup": (PROMPT, {"prompt_lookup_num_tokens": 3}),
