@@ -56,6 +56,12 @@ class Parts:
     arrivals: Arrivals
     announcer: Announcer
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """For the choice between loading and computing, and for tiers that want to know."""
+        self.costs.observe_prefill(tokens, seconds)
+        for tier in self.tiers:
+            tier.note_prefill_speed(self.costs.prefill_tokens_per_second)
+
 
 def assemble(
     geometry: KVGeometry,

@@ -117,6 +117,14 @@ class RedisTier(QueuedTier):
     def pending_count(self, keys: Sequence[CopyKey]) -> int:
         return sum(one is Presence.PENDING for one in self._ledger.presence(keys))
 
+    @property
+    def is_down(self) -> bool:
+        return self.links.is_down
+
+    @property
+    def is_resting(self) -> bool:
+        return self.links.is_resting
+
     def delete(self, keys: Sequence[CopyKey]) -> int:
         """The number counts copies believed in; the server is told by the executor."""
         asked = list(dict.fromkeys(keys))

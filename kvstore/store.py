@@ -126,7 +126,7 @@ class KVStore:
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
         with self._lock:
-            self._parts.costs.observe_prefill(tokens, seconds)
+            self._parts.observe_prefill(tokens, seconds)
 
     # -- lookup and pin -----------------------------------------------------------------------------------------
 

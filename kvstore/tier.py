@@ -216,6 +216,16 @@ class Tier(ABC):
         """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
 
     @property
+    def is_down(self) -> bool:
+        """Whether nothing could be had from it when it was last tried."""
+        return False
+
+    @property
+    def is_resting(self) -> bool:
+        """Down, and not even tried now: what it is believed to hold cannot be had."""
+        return False
+
+    @property
     def orphan_count(self) -> int:
         """Copies whose parent block has none here; 0 for a tier that does not know."""
         return 0
@@ -261,6 +271,9 @@ class Tier(ABC):
     @abstractmethod
     def set_waker(self, waker: Callable[[], None] | None) -> None:
         """A call made, on any thread, whenever a Completion has been queued."""
+
+    def note_prefill_speed(self, tokens_per_second: float) -> None:  # noqa: B027 - most have no use for it
+        """How fast the engine computes what it does not find here. Never waits."""
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by cause."""
