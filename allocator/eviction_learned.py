@@ -30,6 +30,7 @@ from allocator.eviction_shadow import ShadowCache
 _SHADOW_BLOCKS = 2048
 _GROUPS = 256
 _SHADOW_DECAY = 0.99
+_GRAIN_TOKENS = 128
 _MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
 _LOSS_MAX = 0.003  # hits, as a share of the blocks seen, that following the learned order may have cost
 
@@ -72,12 +73,14 @@ class _Floor:
 class Reuse:
     """What has been learned of the requests so far; shared by the policies of all classes of a pool.
 
+    grain: of a chain every so many blocks are followed by the shadow caches, one standing for all.
     wanted[block id]: the level that the block's last request gave it.
     """
 
-    def __init__(self, id_capacity: int, capacity_blocks: int) -> None:
+    def __init__(self, id_capacity: int, capacity_blocks: int, grain: int = 1) -> None:
         self._memory = ReuseMemory(capacity_blocks)
-        self._floor = _Floor(max(1, capacity_blocks))
+        self._floor = _Floor(max(1, capacity_blocks // grain))
+        self._grain = grain
         self._epoch = 0
         self.ages: npt.NDArray[np.int64] = self._memory.ages.astype(np.int64)
         self.wanted: npt.NDArray[np.intp] = np.full(id_capacity + 1, self._memory.levels[0], dtype=np.intp)
@@ -93,23 +96,27 @@ class Reuse:
         levels, group = self._memory.observe(keys)
         for ids in tables:
             self.wanted[ids] = levels[: len(ids)]
-        clock = self._memory.clock
-        self._floor.request(keys, group, clock, clock + self._memory.ages[levels])
+        clock, every = self._memory.clock, slice(self._grain - 1, None, self._grain)
+        self._floor.request(keys[every], group, clock, clock + self._memory.ages[levels[every]])
         if self._memory.epoch != self._epoch:
             self._epoch = self._memory.epoch
             self._floor.end_epoch()
 
 
-def learned_together(group_count: int) -> Callable[[int], Learned]:
+def learned_together(group_count: int, block_tokens: int) -> Callable[[int], Learned]:
     """Makes the policies of one pool: what a chain shows is known to all classes, and to every group once."""
+    grain = max(1, _GRAIN_TOKENS // block_tokens)
     made: list[Reuse] = []
 
     def policy(id_capacity: int) -> Learned:
         if not made:
-            made.append(Reuse(id_capacity, id_capacity // group_count))
+            made.append(Reuse(id_capacity, id_capacity // group_count, grain))
         return Learned(id_capacity, made[0])
 
     return policy
+
+
+_oldest = LRU.victim_one  # called for every block of a full pool
 
 
 class _Segment:
@@ -136,9 +143,7 @@ class Learned(LRU):
         self._due = np.zeros(capacity + 1, dtype=np.int64)
         self._kept = np.zeros(capacity + 1, dtype=np.int64)  # of a block that was hit: when it would have been due
         self._queues: list[deque[_Segment]] = [deque() for _ in range(LEVELS)]
-        self._placed = False  # whether any queue has a segment
-        self._best = -1  # the queue to take from while its head goes no later than _until; -1: look again
-        self._until = 0
+        self._heads: list[tuple[int, int]] = []  # heap of (due, level): no later than the queue's head; [] if none is
         self._clock = 0
         self._ticks = 0
 
@@ -155,8 +160,8 @@ class Learned(LRU):
     def settle(self) -> None:
         if self._reuse.prefers_recency != self._by_recency:
             self._by_recency = not self._by_recency
-            self._best = -1
             self._kept[:] = 0
+            self._look_again()
         if self._by_recency or not self._segments:
             return
         self._stamp_all()
@@ -164,7 +169,7 @@ class Learned(LRU):
         for tick, ids, run in self._segments:
             self._place(tick, np.atleast_1d(np.asarray(ids, dtype=np.intp)), run)
         self._segments.clear()
-        self._best = -1
+        self._look_again()
 
     def _place(self, tick: int, places: npt.NDArray[np.intp], run: bool) -> None:
         """Moves what is left of one release to the queues of its levels."""
@@ -180,7 +185,6 @@ class Learned(LRU):
         self._kept[places] = 0
         levels = np.maximum.accumulate(np.minimum(np.maximum(self._reuse.wanted[places], owed), LEVELS - 1))
         self._due[places] = clock + self._reuse.ages[levels]
-        self._placed = True
         listed: list[int] = places.tolist()
         first, last = int(levels[0]), int(levels[-1])
         if first == last or run:
@@ -191,7 +195,7 @@ class Learned(LRU):
             self._queues[int(levels[start])].append(_Segment(clock, tick, listed[start:end], False))
 
     def busy(self, ids: Ids | list[int]) -> None:
-        if self._placed:
+        if self._heads:
             self._kept[ids] = self._due[ids]
         super().busy(ids)
 
@@ -201,10 +205,10 @@ class Learned(LRU):
     # -- victims ------------------------------------------------------------------------------------------------
 
     def victim_one(self) -> int:
-        if not self._placed:
+        if not self._heads:
             if self._stale and self._unstamped:
                 self._stamp_all()
-            return super().victim_one()
+            return _oldest(self)
         if self._late:
             return -1
         stamps = self._stamps
@@ -223,13 +227,14 @@ class Learned(LRU):
         return self.victim_one()
 
     def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
-        if not self._placed:
+        if not self._heads:
             return super().victims(count, usable)
         taken: list[int] = []
         kept: list[tuple[int, _Segment]] = []
         kept_late: list[tuple[int, int, int]] = []
         while len(taken) < count and (queue := self._next_queue()) is not None:
-            if self._late and self._late_is_next(queue[0]):
+            due, level = self._heads[0]
+            if self._late and self._late_is_next(due):
                 entry = heapq.heappop(self._late)
                 if self._stamps[entry[2]] != entry[0]:
                     self._stale -= 1
@@ -240,10 +245,11 @@ class Learned(LRU):
                 continue
             refused = self._take(queue, count, taken, usable)
             if refused is not None:
-                kept.append((self._best, refused))
+                kept.append((level, refused))
         for level, segment in reversed(kept):
             self._queues[level].appendleft(segment)
-            self._placed, self._best = True, -1
+        if kept:
+            self._look_again()
         for entry in kept_late:
             heapq.heappush(self._late, entry)
         self._count -= len(taken)
@@ -253,36 +259,34 @@ class Learned(LRU):
         return taken
 
     def _next_queue(self) -> deque[_Segment] | None:
-        """The queue whose head goes next; None when nothing is placed any more."""
-        queues, by_recency = self._queues, self._by_recency
-        if self._best >= 0:
-            queue = queues[self._best]
+        """The queue whose head goes next, of two at once the lower level's; None when nothing is placed any more."""
+        heads = self._heads
+        while heads:
+            due, level = heads[0]
+            queue = self._queues[level]
             if queue:
                 head = queue[0]
-                if (head.tick if by_recency else head.clock + self._age_list[self._best]) <= self._until:
+                now_due = head.tick if self._by_recency else head.clock + self._age_list[level]
+                if now_due == due:
                     return queue
-        first = second = 1 << 62
-        self._best = -1
-        for level, queue in enumerate(queues):
-            if queue:
-                head = queue[0]
-                due = head.tick if by_recency else head.clock + self._age_list[level]
-                if due < first:
-                    first, second, self._best = due, first, level
-                elif due < second:
-                    second = due
-        self._until = second - 1  # of two that are due at once the lower level goes first
-        if self._best < 0:
-            self._placed = False
-            return None
-        return queues[self._best]
+                heapq.heapreplace(heads, (now_due, level))
+            else:
+                heapq.heappop(heads)
+        return None
 
-    def _late_is_next(self, head: _Segment) -> bool:
-        """Whether the oldest block that came late, with its age in ticks, goes before the head."""
+    def _look_again(self) -> None:
+        """Heads of the queues from scratch: blocks came in at other places than the ends, or the order is another."""
+        self._heads = [
+            (queue[0].tick if self._by_recency else queue[0].clock + self._age_list[level], level)
+            for level, queue in enumerate(self._queues)
+            if queue
+        ]
+        heapq.heapify(self._heads)
+
+    def _late_is_next(self, due: int) -> bool:
+        """Whether the oldest block that came late, with its age in ticks, goes before a head that is due then."""
         tick = self._late[0][0]
-        if self._by_recency:
-            return tick < head.tick
-        return self._late_due(tick) < head.clock + self._age_list[self._best]
+        return (tick if self._by_recency else self._late_due(tick)) < due
 
     def _late_due(self, tick: int) -> int:
         blocks_per_tick = max(1, self._clock // max(1, self._ticks))
@@ -322,7 +326,7 @@ class Learned(LRU):
     # -- looking ------------------------------------------------------------------------------------------------
 
     def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
-        if not self._placed:
+        if not self._heads:
             return super().peek(count, usable)
         self._stamp_all()
         found: list[int] = []
@@ -361,7 +365,7 @@ class Learned(LRU):
                 if live:
                     fresh.append(_Segment(one.clock, one.tick, live, one.run))
             self._queues[level] = fresh
-        self._best = -1
+        self._look_again()
         super()._sweep()
 
 

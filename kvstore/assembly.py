@@ -78,7 +78,7 @@ def assemble(
     metrics = StoreMetrics()
     announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None)
     learns = config.eviction_policy == "learned"
-    pool = BlockPool(layout, learned_together(layout.group_count) if learns else LRU)
+    pool = BlockPool(layout, learned_together(layout.group_count, geometry.block_tokens) if learns else LRU)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
 
     def on_failed(cause: str) -> None:

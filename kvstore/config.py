@@ -151,7 +151,7 @@ class KVStoreConfig:
     host_prefault: bool = _key(True, "true or false", _truth)
     """Touch the host arena's pages in the background."""
 
-    eviction_policy: str = _key("lru", "lru or learned", _one_of("lru", "learned"))
+    eviction_policy: str = _key("learned", "lru or learned", _one_of("lru", "learned"))
     """Which idle device block goes first: the longest unused, or what learning says, with LRU as its floor."""
 
     disk_path: str = _key("", "a directory's path, or '' for none", _path)
