@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 from allocator.errors import ConfigError
 
 ENV_PREFIX = "KVSTORE_"
+DAEMON_PREFIX = "KVSTORE_DAEMON_"
+"""Variables of `kvstore serve` alone."""
 TOML_TABLE = "kvstore"
 OTHER_VARIABLES = frozenset(
     {"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE", "KVSTORE_TRACES"}
@@ -246,7 +248,7 @@ class KVStoreConfig:
         given: dict[str, Any] = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES
+            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES and not name.startswith(DAEMON_PREFIX)
         }
         _refuse_unknown(given, f"environment ({ENV_PREFIX}*)")
         for name, value in given.items():

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvstore.cli.inspect import inspect
     from kvstore.cli.plan import plan
     from kvstore.cli.record import record
+    from kvstore.cli.serve import serve
     from kvstore.cli.simulate import simulate
 
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inspect": inspect,
         "plan": plan,
         "record": record,
+        "serve": serve,
         "simulate": simulate,
     }
     for name, command in own.items():
