@@ -44,7 +44,7 @@ _PRICE_FADE = 0.01
 _WIDE_EVENTS = 30.0  # pseudo-events of the mean of all, for blocks that a request brought
 _FINE_EVENTS = 400.0  # pseudo-events of that, for uses within it
 _RENT_STEPS = 40
-WORTHS: Floats = 2.0 ** np.arange(-3, 4)
+WORTHS: Floats = np.exp2(np.arange(-3.0, 4.0))
 _WORTH_ONE = 3
 _FORK_CHILDREN = 8  # a block with more is part of a trunk that many sessions share
 
@@ -89,7 +89,8 @@ class ReuseMemory:
         mean = float(prices.mean())
         self._mean_price += (mean - self._mean_price) * (_PRICE_FADE if self._mean_price else 1)
         relative = np.log2(np.maximum(prices, 1e-30) / max(self._mean_price, 1e-30))
-        return np.clip(np.rint(relative) + _WORTH_ONE, 0, len(WORTHS) - 1).astype(np.intp)
+        nearest: Levels = np.clip(np.rint(relative) + _WORTH_ONE, 0, len(WORTHS) - 1).astype(np.intp)
+        return nearest
 
     def observe(self, keys: Keys, worths: Levels | None = None) -> tuple[Levels, int]:
         """(level of each block, sampling group 0..255 of the chain's tail), for a chain given head first."""
