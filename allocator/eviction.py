@@ -59,6 +59,12 @@ class EvictionPolicy(ABC):
     def since(self, block_id: int) -> int:
         """Tick of the release that made the block idle."""
 
+    def observe(self, ids: Ids | list[int], keys: npt.NDArray[np.uint64]) -> None:  # noqa: B027 - most need nothing
+        """A request's full blocks, head first, before they are released: what a policy that learns is told.
+
+        keys: uint64[n], well mixed (of a block hash: its first eight bytes); ids: the first of them that are resident.
+        """
+
     def idle_one(self, block_id: int, tick: int) -> None:
         """`idle` for one block."""
         self.idle([block_id], tick)

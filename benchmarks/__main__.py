@@ -23,7 +23,20 @@ from benchmarks.report import charts, markdown, report_suites
 from benchmarks.rows import DEFAULT_ROUNDS, Options, Report, Row, environment
 from benchmarks.targets import State, summary, verdicts
 
-SUITES = ("pool", "hash", "codec", "pages", "packing", "fidelity", "loop", "decode", "attention", "tiers", "gpu")
+SUITES = (
+    "pool",
+    "hash",
+    "codec",
+    "pages",
+    "packing",
+    "fidelity",
+    "loop",
+    "decode",
+    "attention",
+    "tiers",
+    "daemon",
+    "gpu",
+)
 ON_A_CARD = ("gpu",)
 """Suites that `--suite all` leaves out, because most machines cannot run them."""
 Suite = Callable[[Options], Iterable[Row]]

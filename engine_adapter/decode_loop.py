@@ -28,8 +28,10 @@ from engine_adapter.latency import LatencyRecorder
 from engine_adapter.request import Completion, FinishReason, Request, RequestResult, check_request
 from engine_adapter.sampling import Choice, Sampler, first_choices
 from engine_adapter.scheduler import Phase, PlannedSlice, RequestState, Scheduler, Stream
+from engine_adapter.trace_hook import ended_request
 from kvstore import KVStore
 from kvstore.arguments import check_clock
+from kvstore.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
@@ -72,7 +74,8 @@ class DecodeLoop:
     """Serves requests from one runner and one store; see the module's text.
 
     `max_batch_sequences` streams run at once; a step computes at most `step_tokens` tokens, which is also the longest
-    prefill chunk. `drafter` proposes tokens to verify (see `engine_adapter.drafter`).
+    prefill chunk. `drafter` proposes tokens to verify (see `engine_adapter.drafter`). `recorder` writes a trace; None:
+    the one that `kvstore record` asks for in the environment, if it does. The caller closes the one that it gave.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class DecodeLoop:
         drafter: Drafter | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         if not isinstance(runner, Runner):
             raise ConfigError(f"runner: got {type(runner).__name__}; expected a Runner, such as HFRunner")
@@ -117,6 +121,10 @@ class DecodeLoop:
         self._results: dict[str, RequestResult] = {}
         self._finished_now: list[str] = []
         self.latency = LatencyRecorder()
+        names = self._store.identity
+        self._recorder = recorder or TraceRecorder.from_environment(
+            names.root(), runner.geometry.block_tokens, names.model if isinstance(names.model, str) else ""
+        )
 
     @property
     def busy(self) -> bool:
@@ -368,6 +376,8 @@ class DecodeLoop:
         state = live.state
         latency = self.latency.finished(request_id)
         self._finished_now.append(request_id)
+        if self._recorder is not None:
+            self._recorder.record(ended_request(state, live.completions.values(), latency, self._clock()))
         self._results[request_id] = RequestResult(
             request_id=request_id,
             prompt_tokens=len(state.request.token_ids),

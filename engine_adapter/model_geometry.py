@@ -1,5 +1,7 @@
 """From a transformers config to the KV geometry of the model, and a refusal where paging would be silently wrong.
 
+How a config's fields become cache groups is in kvstore.planning.model_config, which plans with them too.
+
 Pure reading of a config; called once per model by whoever builds a store for it.
 """
 
@@ -9,13 +11,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from allocator import CacheGroup, ConfigError, GroupKind, KVGeometry
+from allocator import ConfigError, KVGeometry
+from kvstore.planning.model_config import FULL_ATTENTION, SLIDING_ATTENTION, cache_groups
 
 if TYPE_CHECKING:
     import torch
-
-FULL_ATTENTION = "full_attention"
-SLIDING_ATTENTION = "sliding_attention"
 
 _POSITION_FIELDS = (
     "rope_parameters",
@@ -38,45 +38,9 @@ def geometry_from_config(config: Any, dtype: torch.dtype | str, block_tokens: in
     """
     text = config.get_text_config(decoder=True)
     refuse_config(text)
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    key_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    value_dim = int(getattr(text, "v_head_dim", None) or key_dim)
-    windows = layer_windows(text)
-    groups = []
-    for window in sorted(set(windows), key=lambda tokens: (tokens is not None, tokens or 0)):
-        groups.append(
-            CacheGroup(
-                kind=GroupKind.FULL if window is None else GroupKind.SLIDING,
-                layers=tuple(layer for layer, found in enumerate(windows) if found == window),
-                kv_heads=kv_heads,
-                key_dim=key_dim,
-                value_dim=value_dim,
-                window_tokens=window,
-            )
-        )
     return KVGeometry(
-        groups=tuple(groups), block_tokens=block_tokens, dtype=dtype_name(dtype), position=position_scheme(text)
+        groups=cache_groups(text), block_tokens=block_tokens, dtype=dtype_name(dtype), position=position_scheme(text)
     )
-
-
-def layer_windows(text: Any) -> list[int | None]:
-    """Per layer, the sliding window in tokens (the token itself counted), or None for full attention.
-
-    Mistral-style configs have no layer_types: every layer has the window.
-    """
-    count = int(text.num_hidden_layers)
-    window = getattr(text, "sliding_window", None)
-    if getattr(text, "use_sliding_window", True) is False:
-        window = None
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        return [int(window) if window else None] * count
-    if len(types) != count:
-        raise ConfigError(f"config lists {len(types)} layer types for {count} layers")
-    if SLIDING_ATTENTION in types and not window:
-        raise ConfigError(f"config has sliding layers but sliding_window is {window!r}; expected a count of tokens")
-    return [int(window) if kind == SLIDING_ATTENTION and window else None for kind in types]
 
 
 def position_scheme(text: Any) -> str:

@@ -39,7 +39,7 @@ class Request:
     `temperature` 0 is greedy; otherwise tokens are drawn from the softmax cut to `top_k` (0: all) and `top_p`.
     `n` asks for that many continuations, which share the prompt's blocks. `exact` accepts only cached keys and values
     that equal full precision. `forced_token_ids` (teacher forcing) are fed instead of the model's choices, whose argmax
-    and logits are still recorded; the output is then exactly those tokens.
+    and logits are still recorded; the output is then exactly those tokens. `session` and `turn` are for a trace only.
     """
 
     request_id: str
@@ -55,6 +55,8 @@ class Request:
     forced_token_ids: Sequence[int] | None = None
     keep_logits: LogitsCallback | None = None
     on_token: TokenCallback | None = None
+    session: str | None = None
+    turn: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -142,6 +144,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     _check_at_least(name, "top_k", request.top_k, 0)
     if type(request.exact) is not bool:
         raise UsageError(f"request {name!r}: exact must be True or False, got {request.exact!r}")
+    _check_trace_fields(request)
     if type(request.seed) is not int:
         raise UsageError(f"request {name!r}: seed must be an int, got {request.seed!r}")
     for what in ("temperature", "top_p"):
@@ -152,6 +155,14 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise UsageError(f"request {name!r}: temperature must be finite and >= 0, got {request.temperature}")
     if not 0.0 < request.top_p <= 1.0:
         raise UsageError(f"request {name!r}: top_p must be in (0, 1], got {request.top_p}")
+
+
+def _check_trace_fields(request: Request) -> None:
+    name = request.request_id
+    if request.session is not None and not isinstance(request.session, str):
+        raise UsageError(f"request {name!r}: session must be None or a string, got {request.session!r}")
+    if request.turn is not None:
+        _check_at_least(name, "turn", request.turn, 0)
 
 
 def _check_at_least(name: str, what: str, given: int, least: int) -> None:

@@ -82,7 +82,7 @@ def assemble(
         metrics.add("failed_tasks", cause=cause)
 
     if tiers is None:
-        tiers = () if device_name == "absent" else _own_tiers(geometry, config, layout, on_failed)
+        tiers = () if device_name == "absent" else own_tiers(geometry, config, layout, on_failed)
     for tier in tiers:
         tier.set_waker(waker)
     executor = make_executor(config.io_threads, on_failed=on_failed)
@@ -142,7 +142,7 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
         raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
 
 
-def _own_tiers(
+def own_tiers(
     geometry: KVGeometry, config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]
 ) -> tuple[Tier, ...]:
     """The tiers that the settings name, fast to slow. What was opened is closed again when a later one cannot be."""

@@ -20,10 +20,12 @@ from typing import Any, TypeAlias
 from allocator.errors import ConfigError
 
 ENV_PREFIX = "KVSTORE_"
+DAEMON_PREFIX = "KVSTORE_DAEMON_"
+"""Variables of `kvstore serve` alone."""
 TOML_TABLE = "kvstore"
-OTHER_VARIABLES = frozenset({"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS"})
-"""Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models, and which
-kernels `quant` uses."""
+OTHER_VARIABLES = frozenset({"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE"})
+"""Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models, which
+kernels `quant` uses, and what `kvstore record` asks for."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -242,7 +244,7 @@ class KVStoreConfig:
         given: dict[str, Any] = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES
+            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES and not name.startswith(DAEMON_PREFIX)
         }
         _refuse_unknown(given, f"environment ({ENV_PREFIX}*)")
         for name, value in given.items():
@@ -262,6 +264,11 @@ def _read(name: str, metadata: Mapping[Any, Any], value: Any) -> Any:
         kind = type(value).__name__
         given = kind if metadata["private"] else f"{value!r} ({kind})"
         raise ConfigError(f"{name}: got {given}; expected {metadata['expected']}") from None
+
+
+def size_bytes(name: str, value: object) -> int:
+    """A byte count, or text such as "4 GiB", as a setting reads it. ConfigError says what was given and expected."""
+    return int(_read(name, {"expected": _BYTES, "read": _size, "private": False}, value))
 
 
 def _refuse_unknown(settings: Mapping[str, Any], source: str) -> None:

@@ -128,6 +128,13 @@ class DiskTier(IndexedTier[DiskEntry]):
         self._tidy()
         return count
 
+    def delete_root(self, root: bytes) -> int:
+        """Drop every copy of one root that is not pinned; how many."""
+        with self._lock:
+            families = [family for name, family in self._index.families.items() if name[0] == root]
+            keys = [entry.key for family in families for entry in family.values()]
+        return self.delete(keys)
+
     def clear(self) -> None:
         super().clear()
         with self._writing:

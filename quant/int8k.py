@@ -6,8 +6,6 @@ zeros to 64. K code of channel c, token t: byte 64 (c/4) + 4 t + c%4. Stateless 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from quant.codec import CodecError
@@ -15,27 +13,10 @@ from quant.error_bound import DEFAULT_ERROR_BOUND, MAGNITUDE_LIMIT, check_error_
 from quant.int4_decode import decode_values, put, validate_values
 from quant.int4_encode import encode_values
 from quant.record_codec import RecordCodec
-from quant.record_layout import ALIGN_BYTES, RUN_TOKENS, BitsTable, RecordLayout, check_dims
+from quant.record_layout import RUN_TOKENS, BitsTable, RecordLayout, int8k_layout
 
 SCALE_FLOOR = 2.0**-24  # the smallest fp16
 _FP16_MAX = 65504.0
-
-
-@lru_cache(maxsize=64)
-def int8k_layout(key_dim: int, value_dim: int) -> RecordLayout:
-    """Offsets of an int8k record; key_zeros is where the fp16 minima lie. Raises CodecError for dims."""
-    check_dims(key_dim, value_dim)
-    value_codes = 16 * key_dim
-    key_scales = value_codes + 8 * value_dim
-    key_minima = key_scales + 32
-    value_scales = key_minima + 32
-    value_zeros = value_scales + (16 if value_dim else 0)
-    value_base = value_zeros + (8 if value_dim else 0)
-    used = value_base + (2 if value_dim else 0)
-    return RecordLayout(
-        key_dim, value_dim, 8, 4, value_codes, key_scales, key_scales, key_scales, key_minima,
-        value_scales, value_zeros, value_base, value_base, used, -(-used // ALIGN_BYTES) * ALIGN_BYTES,
-    )  # fmt: skip
 
 
 def _toward(exact: torch.Tensor, up: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where things lie in an int4 record, and the per-(layer, head) table of bits. Pure arithmetic, no torch.
+"""Where things lie in an int4 or int8k record, and the per-(layer, head) table of bits. Pure arithmetic, no torch.
 
 A record holds 16 tokens of one KV head of one layer. Offsets are those of docs/formats/int4.md.
 """
@@ -76,6 +76,23 @@ def record_layout(key_dim: int, value_dim: int, key_bits: int = 4, value_bits: i
 def record_bytes(key_dim: int, value_dim: int, key_bits: int = 4, value_bits: int = 4) -> int:
     """Bytes of one record, padding to 64 included."""
     return record_layout(key_dim, value_dim, key_bits, value_bits).record_bytes
+
+
+@lru_cache(maxsize=64)
+def int8k_layout(key_dim: int, value_dim: int) -> RecordLayout:
+    """Offsets of an int8k record; key_zeros is where the fp16 minima lie. Raises CodecError for dims."""
+    check_dims(key_dim, value_dim)
+    value_codes = 16 * key_dim
+    key_scales = value_codes + 8 * value_dim
+    key_minima = key_scales + 32
+    value_scales = key_minima + 32
+    value_zeros = value_scales + (16 if value_dim else 0)
+    value_base = value_zeros + (8 if value_dim else 0)
+    used = value_base + (2 if value_dim else 0)
+    return RecordLayout(
+        key_dim, value_dim, 8, 4, value_codes, key_scales, key_scales, key_scales, key_minima,
+        value_scales, value_zeros, value_base, value_base, used, -(-used // ALIGN_BYTES) * ALIGN_BYTES,
+    )  # fmt: skip
 
 
 def check_run_tokens(shape: BlockShape) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from engine_adapter.demo.charts import Bar, Limit, Part, Series, area_chart, bar_chart, line_chart, plain
 from engine_adapter.demo.figures import MEGA, count, figures_for, megabytes, percent, seconds, small
 from engine_adapter.demo.settings import AMPLE, TIGHT, TIGHT_INT4
-from engine_adapter.demo.style import STYLE
+from kvstore.charts import Bar, Limit, Part, Series, area_chart, bar_chart, line_chart, plain
+from kvstore.page import html_page
 
 Report = Mapping[str, Any]
 Setting = Mapping[str, Any]
@@ -36,11 +36,7 @@ def render(report: Report) -> str:
             f"<h2>How it was measured</h2>{_method(report)}",
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_TITLE}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return html_page(_TITLE, body)
 
 
 def _introduction(report: Report, settings: Mapping[str, Setting]) -> str:

@@ -22,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from kvstore.cli.doctor import doctor
     from kvstore.cli.inspect import inspect
+    from kvstore.cli.plan import plan
+    from kvstore.cli.record import record
+    from kvstore.cli.serve import serve
+    from kvstore.cli.simulate import simulate
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     app = typer.Typer(
@@ -32,7 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    own: dict[str, Callable[..., None]] = {"doctor": doctor, "inspect": inspect}
+    own: dict[str, Callable[..., None]] = {
+        "doctor": doctor,
+        "inspect": inspect,
+        "plan": plan,
+        "record": record,
+        "serve": serve,
+        "simulate": simulate,
+    }
     for name, command in own.items():
         app.command(name)(command)
     app.callback()(lambda: None)  # a group even while there is one command

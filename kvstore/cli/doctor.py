@@ -1,4 +1,4 @@
-"""`kvstore doctor`: what of this library runs on this machine, and why not more.
+"""`kvstore doctor`: what of this library runs on this machine, and why not more; which tiers work; why a model is slow.
 
 The check of the kernels asks quant.dispatch; packages above offer theirs by an entry point of the group
 `kvstore.doctor` whose name begins with the check's ("kernels-attention"): a function without arguments that offers
@@ -8,41 +8,107 @@ operations. Neither torch nor a package above is imported here, unless --measure
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli import json_target
+from allocator.errors import ConfigError
+from kvstore.cli import doctor_speed, json_target
+from kvstore.cli.doctor_speed import CHECKS_GROUP
 from kvstore.cli.machine import HugePages, huge_pages, threads
+from kvstore.diagnosis.measurements import Probes
 from quant.dispatch import Speed
 
-CHECKS_GROUP = "kvstore.doctor"
 Report = dict[str, Any]
 
 
-def doctor(
+def doctor(  # noqa: PLR0913 - the signature is the command line
     kernels: Annotated[bool, typer.Option("--kernels", help="Which path runs each operation (the default).")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="A quick figure per operation, too.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="With --kernels: a quick figure per operation.")] = False,
+    install: Annotated[bool, typer.Option("--install", help="What is installed, and what is absent.")] = False,
+    tiers: Annotated[bool, typer.Option("--tiers", help="Store and read blocks in every configured tier.")] = False,
+    config: Annotated[Path | None, typer.Option(help="With --tiers: settings (TOML); KVSTORE_* go over it.")] = None,
+    url: Annotated[str | None, typer.Option(help="Why this OpenAI-compatible endpoint is slow.")] = None,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="The same of our own decode loop (the server is started).")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --url: of the models there, the first if not given. With --loop: a folder.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="With --url: file with a bearer token.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="With --url or --loop: prompt lengths to ask.")] = "128,512,2048",
+    answer_tokens: Annotated[int, typer.Option(help="With --url or --loop: length of the answers.")] = 64,
+    concurrency: Annotated[str, typer.Option(help="With --url or --loop: how many at once, beside one.")] = "4",
+    rounds: Annotated[int, typer.Option(help="With --url or --loop: how often each length is asked.")] = 3,
+    seconds: Annotated[float, typer.Option(help="With --url or --loop: begin nothing after that long.")] = 300.0,
+    seed: Annotated[int | None, typer.Option(help="With --url or --loop: of the prompts; else drawn.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the report; - is standard output.")
     ] = None,
 ) -> None:
-    """Say what runs on this machine and why nothing better does.
+    """Say what runs on this machine and why nothing better does; or why an endpoint is slow.
 
-    Exit code 1 when something is wrong (a stale build, a failed self-test, a setting that cannot be met), 0 when all
-    that is there works; what is merely absent is listed.
+    Exit code 1 when something is wrong (a stale build, a failed self-test, a tier that does not work, a setting that
+    cannot be met, measurements that carry no verdict), 0 when all that is there works; what is absent is listed.
     """
     if json_file is not None and (problem := json_target.cannot_write(json_file)):
         raise typer.BadParameter(problem, param_hint="--json")
-    del kernels  # the only check so far, so it runs whether it was named or not
-    report = kernel_report(measure=measure)
+    report: Report = {}
+    printers: list[Callable[[], None]] = []
+    wrong = False
+    if url is not None or loop:
+        if url is not None and loop:
+            raise typer.BadParameter("got --url and --loop; expected one of them")
+        try:
+            probes = Probes(
+                doctor_speed.counts("--prompt-tokens", prompt_tokens),
+                answer_tokens,
+                doctor_speed.counts("--concurrency", concurrency),
+                rounds,
+                seconds,
+            )
+            with doctor_speed.endpoint(url, model, _token(token_file), seconds) as asked:
+                report["speed"], diagnosis = doctor_speed.speed_report(asked, probes, seed)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        wrong = diagnosis.verdict.refused is not None
+        printers.append(lambda: doctor_speed.print_speed(report["speed"]))
+    if install:
+        from kvstore.cli import doctor_install
+
+        report["install"] = doctor_install.install_report()
+        printers.append(lambda: doctor_install.print_install(report["install"]))
+    if tiers:
+        from kvstore.cli import doctor_tiers
+
+        try:
+            report["tiers"] = doctor_tiers.tiers_report(config)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error), param_hint="--config") from error
+        printers.append(lambda: doctor_tiers.print_tiers(report["tiers"]))
+    if kernels or not report:
+        report["kernels"] = kernel_report(measure=measure)
+        printers.append(lambda: _print(report["kernels"]))
     if json_file is not None:
-        json_target.write(json_file, {"kernels": report})
+        json_target.write(json_file, report)
     if json_file != "-":
-        _print(report)
-    raise typer.Exit(1 if report["problems"] else 0)
+        for show in printers:
+            show()
+    wrong = wrong or any(part.get("problems") for part in report.values())
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: cannot be read ({error})", param_hint="--token-file") from error
 
 
 def kernel_report(*, measure: bool = False) -> Report:

@@ -8,7 +8,6 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from engine_adapter.demo import charts
 from engine_adapter.demo.fidelity import Divergence, Reference, agreement
 from engine_adapter.demo.measure import SettingReport, Timeline, mean_waste, thinned
 from engine_adapter.demo.promises import (
@@ -21,6 +20,7 @@ from engine_adapter.demo.promises import (
     waste_promise,
 )
 from engine_adapter.demo.serve import Sample
+from kvstore import charts
 
 
 def sample(resident: int = 10, full: int = 64, waste: int = 1, extents: int = 100, seconds: float = 0.0) -> Sample:

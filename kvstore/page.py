@@ -1,4 +1,11 @@
-"""The style of the demo's page: light and dark by the reader's own setting, one column on a phone."""
+"""A report as one HTML page that needs no other file: frame and style. Light and dark by the reader's own setting.
+
+Pure text; the charts that go into it are in `kvstore.charts`. Used by the demo's report and by commands with `--html`.
+"""
+
+from __future__ import annotations
+
+from html import escape
 
 STYLE = """
 :root {
@@ -38,6 +45,9 @@ svg .limit { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 5 4; }
 .line.ample { stroke: var(--ample); stroke-dasharray: 7 3; }
 .line.tight { stroke: var(--tight); }
 .line.int4 { stroke: var(--int4); }
+.line.full { stroke: var(--full); }
+.line.host { stroke: var(--host); }
+.line.work { stroke: var(--work); }
 .area.full { fill: var(--full); }
 .area.int4 { fill: var(--int4); }
 .swatch.ample, .piece.ample { background: var(--ample); }
@@ -67,3 +77,13 @@ td.meaning { text-align: left; white-space: normal; min-width: 260px; color: var
 tbody th { font-weight: 600; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
 """
+
+
+def html_page(title: str, body: str) -> str:
+    """The whole page. `title` is escaped here; `body` is HTML, the contents of <main>."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        "</body>\n</html>\n"
+    )

@@ -89,9 +89,9 @@ class _Frame:
             marks.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(y_label(value))}</text>')
         for value in self.x_ticks:
-            marks.append(
-                f'<text x="{self.x(value):.1f}" y="{base + 16}" text-anchor="middle">{escape(plain(value))}</text>'
-            )
+            label = plain(value)
+            x = min(self.x(value), WIDTH - 4.2 * len(label))  # a long last label stays inside
+            marks.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{escape(label)}</text>')
         middle = (_TOP + base) / 2
         marks.append(f'<text class="axis" x="{(_LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
                      f"{escape(x_name)}</text>")  # fmt: skip

@@ -1,0 +1,191 @@
+"""What is learned about reuse: how likely a block comes back, at which age, and how long to keep which class for it.
+
+Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memory, no random numbers.
+
+A *class* is (blocks that the request brought anew, uses of the block so far), both in powers of two: what a request
+adds says most about whether its chain is used again, and how often a block was used says the rest. Which way, differs
+between workloads, so nothing is assumed. A table of fixed size remembers blocks by key, long past their eviction; where
+two keys meet, the newer one stays.
+
+Time is counted in blocks seen. Ages fall into bins of half powers of two of the capacity. For each class and bin two
+decayed sums are kept: the time that blocks spent at that age, and how many were used again at it. Their quotient is the
+hazard; from it follow what keeping a class up to an age T brings, F(T), and what it costs in residence, the integral of
+1 - F. The ages T that bring most at a total residence of one capacity are those that maximise
+F(T) - price * residence(T) at the price where the sum is the capacity. That is LRU when all classes are alike. Thin
+evidence is drawn towards the mean of the wider class.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Keys: TypeAlias = "npt.NDArray[np.uint64]"
+Levels: TypeAlias = "npt.NDArray[np.intp]"
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+
+BINS: Final = 24
+LEVELS: Final = BINS + 1
+_FIRST_HALVINGS = 14  # the first bin ends at capacity / 2^7, the last at capacity * 2^4.5
+_NEW_CLASSES = 16
+_USE_CLASSES = 4
+_CLASSES = _NEW_CLASSES * _USE_CLASSES
+_TABLE_MAX_BITS = 22
+_EPOCHS_PER_CAPACITY = 4
+_EPOCH_BLOCKS_MIN = 32
+_DECAY = 0.985
+_WIDE_EVENTS = 30.0  # pseudo-events of the mean of all, for blocks that a request brought
+_FINE_EVENTS = 400.0  # pseudo-events of that, for uses within it
+_PRICE_STEPS = 40
+_FORK_CHILDREN = 8  # a block with more is part of a trunk that many sessions share
+
+
+class ReuseMemory:
+    """Sees every request and says at which level (0..LEVELS - 1) each of its blocks belongs.
+
+    `ages[level]` is how long, in blocks seen, a block of that level is worth keeping after its last use.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = max(1, capacity)
+        steps = (np.arange(BINS) - _FIRST_HALVINGS) / 2
+        self.ages: Floats = np.concatenate([[0.0], self.capacity * 2.0**steps])
+        self.clock = 0
+        self.levels: Levels = np.full(_CLASSES, _FIRST_HALVINGS + 1, dtype=np.intp)  # all alike: LRU
+        size = 1 << min(_TABLE_MAX_BITS, max(10, (32 * self.capacity).bit_length()))
+        self._mask = np.uint64(size - 1)
+        self._key = np.zeros(size, dtype=np.uint64)
+        self._last = np.zeros(size, dtype=np.int64)
+        self._class = np.zeros(size, dtype=np.int16)
+        self._uses = np.zeros(size, dtype=np.uint8)
+        self._group = np.zeros(size, dtype=np.uint8)
+        self._children = np.zeros(size, dtype=np.uint8)
+        self._epoch_blocks = max(_EPOCH_BLOCKS_MIN, self.capacity // _EPOCHS_PER_CAPACITY)
+        self._widths: Floats = np.diff(self.ages)
+        self.epoch = 0
+        self._epoch_end = self._epoch_blocks
+        # of this epoch, as they came: (class, age) of records that were used again or lost, classes of all blocks
+        self._used: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
+        self._lost: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
+        self._touched: list[Levels] = []
+        self._open_time = np.zeros((_CLASSES, BINS))
+        self._events = np.zeros((_CLASSES, BINS))
+        self._exposure = np.zeros((_CLASSES, BINS))
+        self._rate = np.zeros(_CLASSES)
+
+    def observe(self, keys: Keys) -> tuple[Levels, int]:
+        """(level of each block, sampling group 0..255 of the chain's tail), for a chain given head first."""
+        places = (keys & self._mask).astype(np.intp)
+        there = self._key[places]
+        known = there == keys
+        known_count = int(np.count_nonzero(known))
+        if known_count < len(keys):
+            lost = places[there.astype(bool) ^ known]
+            if len(lost):
+                self._lost.append((self._class[lost], self.clock - self._last[lost]))
+        uses = np.zeros(len(keys), dtype=np.intp)
+        if known_count == len(keys):
+            self._used.append((self._class[places], self.clock - self._last[places]))
+            uses = np.minimum(self._uses[places] + 1, _USE_CLASSES - 1)
+        elif known_count:
+            used = places[known]
+            self._used.append((self._class[used], self.clock - self._last[used]))
+            uses[known] = np.minimum(self._uses[used] + 1, _USE_CLASSES - 1)
+            known_count = len(keys) - int(np.argmax(known[::-1]))
+            uses = np.maximum.accumulate(uses[::-1])[::-1]  # a parent was used no less than its child, if records
+        new = min((len(keys) - known_count).bit_length(), _NEW_CLASSES - 1)
+        classes = new * _USE_CLASSES + uses
+        self._touched.append(classes)
+        group = self._grouped(keys, places, known, known_count)
+        self.clock += len(keys)
+        self._key[places] = keys
+        self._last[places] = self.clock
+        self._class[places] = classes
+        self._uses[places] = uses
+        if self.clock >= self._epoch_end:
+            self._end_epoch()
+        return self.levels[classes], group
+
+    def _grouped(self, keys: Keys, places: Levels, known: npt.NDArray[np.bool_], known_count: int) -> int:
+        """Gives new blocks their parent's sampling group, or one of their own where a session leaves the trunk."""
+        if known_count == len(keys):
+            return int(self._group[places[-1]])
+        first = int(np.argmin(known))
+        own = int(keys[first] >> np.uint64(56))
+        if first:
+            parent = places[first - 1]
+            children = self._children[parent]
+            if children < _FORK_CHILDREN:
+                self._children[parent] = children + 1
+                own = int(self._group[parent])
+        fresh = places[first:][~known[first:]]
+        self._group[fresh] = own
+        self._children[fresh] = 0
+        return int(self._group[places[-1]])
+
+    def _end_epoch(self) -> None:
+        """Moves what the epoch counted into the decayed sums, and chooses levels anew."""
+        used, used_ages = self._by_cell(self._used)
+        lost, lost_ages = self._by_cell(self._lost)
+        places = np.flatnonzero(self._last)
+        open_time = self._time_by_bin(*self._by_cell([(self._class[places], self.clock - self._last[places])]))
+        spent = self._time_by_bin(used + lost, used_ages + lost_ages) + open_time - self._open_time
+        self._open_time = open_time
+        self._exposure = self._exposure * _DECAY + np.maximum(spent, 0)
+        self._events = self._events * _DECAY + used[:, :BINS]
+        self._rate = self._rate * _DECAY + np.bincount(np.concatenate(self._touched), minlength=_CLASSES)
+        self._used, self._lost, self._touched = [], [], []
+        self.epoch += 1
+        self._epoch_end = self.clock + self._epoch_blocks
+        self._choose_levels()
+
+    def _by_cell(self, records: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]]) -> tuple[Floats, Floats]:
+        """float64[classes, LEVELS] each: how many of the records have that class and age, and the sum of their ages."""
+        size = _CLASSES * LEVELS
+        if not records:
+            return np.zeros((_CLASSES, LEVELS)), np.zeros((_CLASSES, LEVELS))
+        classes = np.concatenate([one for one, _ in records]).astype(np.intp)
+        ages = np.concatenate([one for _, one in records]).astype(np.float64)
+        cells = classes * LEVELS + np.searchsorted(self.ages[1:], ages)
+        counts = np.bincount(cells, minlength=size).astype(np.float64)
+        sums = np.bincount(cells, ages, minlength=size).astype(np.float64)
+        return counts.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
+
+    def _time_by_bin(self, count: Floats, age: Floats) -> Floats:
+        """Time spent in each bin by records that ended (or stand) in the cells given, with the sums of their ages."""
+        beyond = np.cumsum(count[:, ::-1], axis=1)[:, ::-1][:, 1:]
+        inside: Floats = beyond * self._widths + age[:, :BINS] - count[:, :BINS] * self.ages[:BINS]
+        return inside
+
+    def _choose_levels(self) -> None:
+        gain, residence = self._gain_and_residence()
+        rate = self._rate / max(float(self._rate.sum()), 1.0)
+        seen = rate > 0
+        gain_seen, residence_seen, rate_seen = gain[seen], residence[seen], rate[seen]
+        rows = np.arange(len(rate_seen))
+        low, high = 1e-6 / self.capacity, 1e3
+        for _ in range(_PRICE_STEPS):
+            price = (low * high) ** 0.5
+            best = np.argmax(gain_seen - price * residence_seen, axis=1)
+            if float((rate_seen * residence_seen[rows, best]).sum()) > self.capacity:
+                low = price
+            else:
+                high = price
+        self.levels = np.argmax(gain - high * residence, axis=1)
+
+    def _gain_and_residence(self) -> tuple[Floats, Floats]:
+        """float64[classes, LEVELS] each: share used again by the end of an age, mean residence up to it."""
+        overall = (self._events.sum(axis=0) + 1e-9) / (self._exposure.sum(axis=0) + self._epoch_blocks)
+        wide_shape = (_NEW_CLASSES, _USE_CLASSES, BINS)
+        events = self._events.reshape(wide_shape).sum(axis=1)
+        exposure = self._exposure.reshape(wide_shape).sum(axis=1)
+        wide = (events + _WIDE_EVENTS) / (exposure + _WIDE_EVENTS / overall)
+        wide = np.repeat(wide, _USE_CLASSES, axis=0)
+        hazard = (self._events + _FINE_EVENTS) / (self._exposure + _FINE_EVENTS / wide)
+        present = np.ones((_CLASSES, LEVELS))
+        present[:, 1:] = np.exp(-np.cumsum(hazard * self._widths, axis=1))
+        residence = np.zeros((_CLASSES, LEVELS))
+        residence[:, 1:] = np.cumsum((present[:, :-1] + present[:, 1:]) / 2 * self._widths, axis=1)
+        return 1 - present, residence

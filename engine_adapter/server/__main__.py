@@ -1,0 +1,89 @@
+"""Command line of the server. Exit code 0 after a signal, 1 when it could not start, 2 for bad usage."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from allocator.errors import KVError
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked; exits with 2 and says why when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine_adapter.server",
+        description="Serve a Hugging Face model over the OpenAI interface, its KV in this store.",
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal model; SmolLM2-135M without it")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
+    parser.add_argument("--config", type=Path, metavar="TOML", help="settings of the store; KVSTORE_* go over them")
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1; anything else needs --token-file")
+    parser.add_argument("--port", type=int, default=8000, help="8000; 0 takes a free one and says which")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="what clients must send as bearer token")
+    parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="requests computed together (8)")
+    parser.add_argument("--step-tokens", type=int, default=256, metavar="N", help="tokens of a step (256)")
+    parser.add_argument("--open-requests", type=int, default=256, metavar="N", help="more are refused with 429 (256)")
+    parser.add_argument("--request-seconds", type=float, default=600.0, metavar="S", help="a longer one ends (600)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (2)")
+    given = parser.parse_args(arguments)
+    if given.model is not None and not (given.model / "config.json").is_file():
+        parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
+    if not 0 <= given.port < 1 << 16:
+        parser.error(f"--port: got {given.port}, expected 0..65535")
+    for name in ("max_batch", "step_tokens", "open_requests", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(given, name)}, expected 1 or more")
+    if not 0 < given.request_seconds < float("inf"):
+        parser.error(f"--request-seconds: got {given.request_seconds}, expected a number above 0")
+    given.token = _token(parser, given.token_file)
+    if given.token is None and not _is_loopback(given.host):
+        parser.error(f"--host: {given.host} is not this machine alone; give --token-file with it")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal."""
+    given = parse(arguments)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: its threads sleep while they wait
+    try:
+        from engine_adapter.server.listen import serve
+    except ImportError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        print("the server needs starlette and uvicorn: pip install 'kvstore-llm[daemon]'", file=sys.stderr)
+        return 1
+    from engine_adapter.server.build import build
+
+    try:
+        with build(given) as app:
+            serve(app, given.host, given.port)
+    except (KVError, FileNotFoundError) as error:
+        print(f"cannot serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _token(parser: argparse.ArgumentParser, path: Path | None) -> str | None:
+    if path is None:
+        return None
+    with suppress(OSError, UnicodeDecodeError):
+        token = path.read_text(encoding="ascii").strip()
+        if 16 <= len(token) <= 512 and token.isprintable() and " " not in token:
+            return token
+    parser.error(f"--token-file: {path} holds no token; expected 16 to 512 characters without blanks")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""`kvstore serve`: the daemon in the foreground, until SIGTERM or SIGINT; SIGHUP reads the quotas again. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from allocator.errors import ConfigError, KVError
+from kvstore import daemon as service  # its names load when they are used
+from kvstore.cli import json_target
+
+_LONGEST_HOLD_SECONDS = 0.0001  # of Python's lock: a request must not wait for another one's 5 ms
+
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML with the tables [kvstore] and [daemon].", dir_okay=False)
+    ] = None,
+    socket_path: Annotated[str | None, typer.Option("--socket", metavar="PATH", help="Where clients connect.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Shared memory, e.g. '16 GiB'.")] = None,
+    disk_path: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of the disk tier.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Budget of that directory.")] = None,
+    redis_url: Annotated[str | None, typer.Option(metavar="URL", help="Redis or Valkey, shared by hosts.")] = None,
+    allowed_uids: Annotated[
+        str | None, typer.Option(metavar="UIDS", help="Users that may connect besides this one: '1000, 1001'.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Validate the settings, start nothing.")] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the settings in force; - is standard output.")
+    ] = None,
+) -> None:
+    """Own one cache for all processes of this host: shared memory, disk and remote tier.
+
+    Settings come from --config, then the environment (KVSTORE_<KEY>, KVSTORE_DAEMON_<KEY>), then these flags. Exit
+    codes: 0 stopped and all written down, 1 could not start or not all was written, 2 bad settings.
+    """
+    if json_file is not None and (problem := json_target.cannot_write(json_file)):
+        raise typer.BadParameter(problem, param_hint="--json")
+    flags = {
+        "socket_path": socket_path,
+        "host_bytes": host_bytes,
+        "disk_path": disk_path,
+        "disk_bytes": disk_bytes,
+        "redis_url": redis_url,
+        "allowed_uids": allowed_uids,
+    }
+    try:
+        settings = service.DaemonSettings.load(config, flags=flags)
+    except ConfigError as error:
+        print(f"kvstore serve: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if json_file is not None:
+        json_target.write(json_file, settings.to_mapping())
+    if check:
+        if json_file != "-":
+            print(f"kvstore serve: settings are good; socket {settings.socket_path}")
+        raise typer.Exit(0)
+    raise typer.Exit(_run(settings, config, flags))
+
+
+def _steady_heap() -> None:
+    """glibc gives threads heaps of their own and keeps what each once needed; a thread a client makes many. Few heaps,
+    and what is large beside them, so that it is given back."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
+        mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+
+
+def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
+    sys.setswitchinterval(_LONGEST_HOLD_SECONDS)
+    _steady_heap()
+    stop = threading.Event()
+    reload = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGHUP, lambda *_: reload.set())
+    try:
+        daemon = service.Daemon(settings)
+        daemon.start()
+    except KVError as error:
+        print(f"kvstore serve: {error}", file=sys.stderr)
+        return 1
+    print(f"kvstore serve: ready on {settings.socket_path}", flush=True)
+    _notify("READY=1")
+    while not stop.wait(0.2):
+        if reload.is_set():
+            reload.clear()
+            _reload(daemon, config, flags)
+    _notify("STOPPING=1")
+    drained = daemon.stop()
+    if not drained:
+        print("kvstore serve: stopped before all copies were written down", file=sys.stderr)
+    return 0 if drained else 1
+
+
+def _reload(daemon: service.Daemon, config: Path | None, flags: dict[str, Any]) -> None:
+    try:
+        daemon.admin.reload(service.DaemonSettings.load(config, flags=flags).tenant_quotas)
+    except ConfigError as error:
+        print(f"kvstore serve: settings not read again: {error}", file=sys.stderr)
+
+
+def _notify(message: str) -> None:
+    """Tell a service manager (systemd's protocol), where one listens."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.sendto(message.encode(), address)
+        except OSError as error:
+            print(f"kvstore serve: the service manager was not told ({error.strerror})", file=sys.stderr)

@@ -1,0 +1,228 @@
+"""`kvstore simulate`: what a capacity, a policy or a codec would bring on a trace, before it is bought."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allocator import ConfigError
+from kvstore.cli import json_target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.simulation import Row, Trace
+
+_COLUMNS = (
+    "policy", "capacity", "blocks", "codec", "hosts", "hits", "device", "host", "remote", "token hits", "evictions",
+    "moved GB", "TTFT", "saved h", "saved $",
+)  # fmt: skip
+
+_Trace = Annotated[Path | None, typer.Option(help="Requests to replay.", metavar="FILE")]
+_Form = Annotated[str | None, typer.Option("--format", help="mooncake, bailian or kvstore; else told by itself.")]
+_Workload = Annotated[
+    str | None, typer.Option(help="Instead of a trace: system-prompt, multi-turn, rag, agent, mixture.")
+]
+_Requests = Annotated[int, typer.Option(help="Requests of a workload.")]
+_Seed = Annotated[int, typer.Option(help="Of a workload and of random routing.")]
+_BlockTokens = Annotated[int | None, typer.Option(help="Tokens of a block; else what the format has.")]
+_Policy = Annotated[
+    str, typer.Option(help="lru, lru-2, s3-fifo, arc, w-tinylfu, default, belady; several with commas.")
+]
+_CapacityPercent = Annotated[
+    str | None, typer.Option(help="Of a device, in % of the unique blocks (default 1,2,5,10,25,50).")
+]
+_CapacityBlocks = Annotated[str | None, typer.Option(help="The same in raw blocks.")]
+_Codec = Annotated[str, typer.Option(help="raw, int4: an int4 device holds more blocks in the same bytes.")]
+_Hosts = Annotated[str, typer.Option(help="How many, up to 1,000; each has the capacity.")]
+_Routing = Annotated[str, typer.Option(help="random, session, prefix.")]
+_Tiers = Annotated[str | None, typer.Option(help="Room below: host=BLOCKS,remote=BLOCKS; host is each host's.")]
+_BytesPerToken = Annotated[int, typer.Option(help="Of raw KV, all layers.")]
+_PrefillRate = Annotated[float, typer.Option(help="Tokens a second of a short prompt's prefill.")]
+_GpuDollarsPerHour = Annotated[float, typer.Option(help="To tell what the saved time costs.")]
+_Jobs = Annotated[int | None, typer.Option(help="Processes; else one a core.")]
+_Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with a chart and Belady's bound.")]
+_JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - is standard output.")]
+
+
+def simulate(  # noqa: PLR0913 - the options of a command
+    trace: _Trace = None,
+    form: _Form = None,
+    workload: _Workload = None,
+    requests: _Requests = 10_000,
+    seed: _Seed = 0,
+    block_tokens: _BlockTokens = None,
+    policy: _Policy = "lru,default",
+    capacity_percent: _CapacityPercent = None,
+    capacity_blocks: _CapacityBlocks = None,
+    codec: _Codec = "raw",
+    hosts: _Hosts = "1",
+    routing: _Routing = "random",
+    tiers: _Tiers = None,
+    bytes_per_token: _BytesPerToken = 131_072,
+    prefill_rate: _PrefillRate = 8_000.0,
+    gpu_dollars_per_hour: _GpuDollarsPerHour = 2.5,
+    jobs: _Jobs = None,
+    html: _Html = None,
+    json_file: _JsonFile = None,
+) -> None:
+    """Replay requests through the real block pool: hit ratios, bytes moved, time to first token saved.
+
+    Deterministic: the same trace, settings and seed give the same rows.
+    """
+    from kvstore.simulation import BOUND, Costs, Setting
+    from kvstore.simulation.running import run
+
+    for name, target in (("--json", json_file), ("--html", html)):
+        if target is not None and (problem := json_target.cannot_write(target)):
+            raise typer.BadParameter(problem, param_hint=name)
+    try:
+        costs = Costs(
+            bytes_per_token=bytes_per_token,
+            prefill_tokens_per_second=prefill_rate,
+            gpu_dollars_per_hour=gpu_dollars_per_hour,
+        )
+        below = _tiers(tiers)
+        capacities = _capacities(capacity_percent, capacity_blocks)
+        policies = _words(policy)
+        if html is not None and BOUND not in policies and hosts == "1" and not any(below.values()):
+            policies.append(BOUND)
+        settings = [
+            Setting(policy=one, codec=form_, hosts=count, routing=way, seed=seed, costs=costs, **capacity, **below)
+            for form_, count, way, one, capacity in product(
+                _words(codec), _numbers("--hosts", hosts, int), _words(routing), policies, capacities
+            )
+            if count > 1 or way == _words(routing)[0]  # with one host there is nothing to route
+        ]
+        replayed = _trace(trace, form, workload, requests, seed, block_tokens)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    with _progress(len(settings) * len(replayed)) as progress:
+        rows = run(replayed, settings, jobs, progress)
+    _report(replayed, rows, html, json_file)
+
+
+def _report(trace: Trace, rows: Sequence[Row], html: str | None, json_file: str | None) -> None:
+    cells = [_cells(row) for row in rows]
+    if html is not None:
+        from kvstore.simulation.chart import page
+
+        text = page(rows, _COLUMNS, cells)
+        sys.stdout.write(text) if html == "-" else Path(html).write_text(text, encoding="utf-8")
+    if json_file is not None:
+        described = {
+            "name": trace.name,
+            "requests": len(trace),
+            "blocks": trace.block_count,
+            "unique_blocks": trace.unique_count,
+            "block_tokens": trace.block_tokens,
+        }
+        json_target.write(json_file, {"trace": described, "rows": [asdict(row) for row in rows]})
+    if "-" not in (html, json_file):
+        _print(trace, cells)
+
+
+def _print(trace: Trace, cells: Sequence[Sequence[str]]) -> None:
+    typer.echo(
+        f"{trace.name}: {len(trace):,} requests, {trace.block_count:,} blocks of {trace.block_tokens} tokens, "
+        f"{trace.unique_count:,} of them unique"
+    )
+    table = [_COLUMNS, *cells]
+    widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
+    for row in table:
+        typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cells(row: Row) -> list[str]:
+    hosts = str(row.hosts) if row.hosts == 1 else f"{row.hosts} {row.routing}"
+    return [
+        row.policy,
+        f"{row.capacity_percent:.3g} %",
+        f"{row.capacity_blocks:,}",
+        row.codec,
+        hosts,
+        f"{row.block_hit_ratio:.2%}",
+        f"{row.device_hit_ratio:.2%}",
+        f"{row.host_hit_ratio:.2%}",
+        f"{row.remote_hit_ratio:.2%}",
+        f"{row.token_hit_ratio:.2%}",
+        f"{row.evictions:,}",
+        f"{(row.spilled_bytes + row.fetched_bytes) / 1e9:,.1f}",
+        f"{row.ttft_seconds_mean:.2f} s",
+        f"{row.prefill_seconds_saved / 3600:,.2f}",
+        f"{row.gpu_dollars_saved:,.2f}",
+    ]
+
+
+def _trace(
+    path: Path | None, form: str | None, workload: str | None, requests: int, seed: int, block_tokens: int | None
+) -> Trace:
+    from kvstore.simulation import generate, read
+
+    if (path is None) == (workload is None):
+        raise ConfigError("expected either --trace or --workload")
+    if path is not None:
+        return read(path, form, block_tokens)
+    assert workload is not None
+    return generate(workload, requests, seed, 512 if block_tokens is None else block_tokens)
+
+
+def _capacities(percent: str | None, blocks: str | None) -> list[dict[str, Any]]:
+    if percent is not None and blocks is not None:
+        raise ConfigError("expected --capacity-percent or --capacity-blocks, not both")
+    if blocks is not None:
+        return [{"capacity_blocks": one} for one in _numbers("--capacity-blocks", blocks, int)]
+    return [{"capacity_percent": one} for one in _numbers("--capacity-percent", percent or "1,2,5,10,25,50", float)]
+
+
+def _tiers(text: str | None) -> dict[str, int]:
+    found = {"host_blocks": 0, "remote_blocks": 0}
+    for word in _words(text) if text is not None else []:
+        name, _, value = word.partition("=")
+        if name not in ("host", "remote"):
+            raise ConfigError(f"--tiers: got {word!r}; expected host=BLOCKS,remote=BLOCKS")
+        (found[f"{name}_blocks"],) = _numbers("--tiers", value, int)
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
+    try:
+        found = [kind(word) for word in _words(text)]
+    except ValueError:
+        found = []
+    if not found:
+        raise ConfigError(f"{name}: got {text!r}; expected numbers with commas between them")
+    return found
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on standard error while somebody is looking."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("replaying"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn(),
+        console=Console(stderr=True), auto_refresh=False, transient=True,
+    )  # fmt: skip
+    task = bar.add_task("", total=total)
+    with bar:
+
+        def tell(done: int) -> None:
+            bar.update(task, completed=done, refresh=True)
+
+        yield tell

@@ -1,0 +1,360 @@
+"""What one trust domain keeps in shared memory and where: CopyIndex over segments that one holder at a time writes.
+
+A segment is leased for writing to one holder (a client, or the daemon itself) and holds slots of one size. Copies that
+a holder published stay in it for everybody to read; nobody else writes there until it has been returned and emptied.
+So among the copies that may go, a holder's own least recently used one goes, unless all of another segment are older
+still: that one is emptied, and recalled from the client that may write to it.
+
+Tenants within a domain: a quota is a hard limit; without one, who is over the fair share gives way first.
+
+Pure bookkeeping, no bytes. Under the arena's lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from allocator.errors import IntegrityError
+from kvstore.copy_index import CopyEntry, CopyIndex
+from kvstore.copy_key import CopyKey
+from kvstore.daemon.protocol import Place
+
+if TYPE_CHECKING:
+    from kvstore.daemon.forms import Form
+    from kvstore.daemon.holder import Holder
+    from kvstore.daemon.segments import SegmentMemory
+    from kvstore.tier import ByteRow
+
+_MOST_RECALLS = 2  # under way at a time
+
+
+def slot_size(frame_bytes: int) -> int:
+    """Slot bytes of a frame: at most 1/128 larger, so that frames of nearly one size share segments."""
+    step = max(64, 1 << max(0, frame_bytes.bit_length() - 8))
+    return -(-frame_bytes // step) * step or step
+
+
+class Tenant:
+    """Whose copies these are within a domain. quota_bytes 0: no limit of its own."""
+
+    __slots__ = ("counts", "name", "quota_bytes", "used_bytes")
+
+    def __init__(self, name: str, quota_bytes: int = 0) -> None:
+        self.name = name
+        self.quota_bytes = quota_bytes
+        self.used_bytes = 0
+        self.counts: Counter[str] = Counter()
+
+
+class ArenaSegment:
+    """A segment and its slots. `number` is never used twice; holder None: nobody may write."""
+
+    __slots__ = ("entries", "free_offsets", "holder", "is_recalled", "memory", "newest_tick", "number", "slot_bytes")
+
+    def __init__(self, number: int, memory: SegmentMemory) -> None:
+        self.number = number
+        self.memory = memory
+        self.holder: Holder | None = None
+        self.slot_bytes = 0
+        self.free_offsets: list[int] = []
+        self.entries: set[ArenaEntry] = set()
+        self.newest_tick = 0
+        self.is_recalled = False
+
+    @property
+    def needs_recall(self) -> bool:
+        """A client may have it mapped for writing."""
+        return self.holder is not None and self.holder.is_remote
+
+    @property
+    def may_be_emptied(self) -> bool:
+        return not self.is_recalled and all(entry.is_linked and not entry.is_fenced for entry in self.entries)
+
+
+class ArenaEntry(CopyEntry):
+    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says."""
+
+    __slots__ = ("form", "generation", "offset", "segment", "shelf", "tenant")
+
+    def __init__(self, key: CopyKey, parent: bytes | None, frame_bytes: int, segment: ArenaSegment) -> None:
+        super().__init__(key, parent, frame_bytes, segment.slot_bytes)
+        self.segment = segment
+        self.offset = segment.free_offsets.pop()
+        self.generation = 0
+        self.shelf = 0
+        self.form: Form
+        self.tenant: Tenant
+
+    @property
+    def memory(self) -> ByteRow:
+        """The frame, where it lies."""
+        return self.segment.memory.memory[self.offset : self.offset + self.size_bytes]
+
+
+class ArenaIndex(CopyIndex[ArenaEntry]):
+    """See the module. take_segment: a fresh one from the daemon's budget, or None."""
+
+    def __init__(self, segment_bytes: int, take_segment: Callable[[], ArenaSegment | None]) -> None:
+        super().__init__()
+        self.segment_bytes = segment_bytes
+        self.segments: dict[int, ArenaSegment] = {}
+        self.tenants: dict[str, Tenant] = {}
+        self.codec_bytes: Counter[str] = Counter()
+        self.generation = 0
+        self._take_segment = take_segment
+        self._free_segments: list[ArenaSegment] = []
+        self._shelves: dict[tuple[int, int], dict[str, int]] = {}  # (holder, slot size) -> tenant -> shelf
+        self._tenant_of_shelf: dict[int, Tenant] = {}
+        self._holder_of_shelf: dict[int, int] = {}
+        self._next_shelf = 0
+        self._open: dict[tuple[int, int], dict[int, ArenaSegment]] = {}  # (holder, slot size) -> with free slots
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the segments that this arena has, used or not."""
+        return len(self.segments) * self.segment_bytes
+
+    @property
+    def is_recalling(self) -> bool:
+        """A client has been asked for a segment."""
+        return any(one.is_recalled for one in self.segments.values())
+
+    def tenant(self, name: str) -> Tenant:
+        found = self.tenants.get(name)
+        if found is None:
+            found = self.tenants[name] = Tenant(name)
+        return found
+
+    def touch(self, entry: ArenaEntry) -> None:
+        super().touch(entry)
+        entry.segment.newest_tick = self._tick
+
+    # reserve ---------------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, holder: Holder, form: Form, key: CopyKey, frame_bytes: int, parent: bytes | None
+    ) -> ArenaEntry | Place:
+        """A slot that `holder` may write, evicting as needed; Place says why there is none."""
+        size, tenant = slot_size(frame_bytes), self.tenant(form.tenant)
+        if size > self.segment_bytes or (tenant.quota_bytes and size > tenant.quota_bytes):
+            return Place.TOO_LARGE
+        while tenant.quota_bytes and tenant.used_bytes + size > tenant.quota_bytes:
+            victim = self._oldest_of(tenant)
+            if victim is None:
+                tenant.counts["quota_refused"] += 1
+                return Place.FULL
+            self._evict(victim)
+        while (segment := self._segment_with_room(holder, size)) is None:
+            if not self._make_room(holder, tenant, size):
+                return Place.FULL
+        entry = ArenaEntry(key, parent, frame_bytes, segment)
+        if not segment.free_offsets:
+            del self._open[holder.number, size][segment.number]
+        entry.generation, entry.tenant, entry.form = self.generation, tenant, form
+        entry.shelf = self._shelf(holder, size, tenant)
+        segment.entries.add(entry)
+        self.occupy(entry)
+        tenant.used_bytes += size
+        self.codec_bytes[key.codec] += size
+        return entry
+
+    def _segment_with_room(self, holder: Holder, size: int) -> ArenaSegment | None:
+        open_segments = self._open.get((holder.number, size))
+        if open_segments:
+            return next(iter(open_segments.values()))
+        segment = self._free_segments.pop() if self._free_segments else self._take_segment()
+        if segment is None:
+            return None
+        self.segments[segment.number] = segment
+        self._assign(segment, holder, size)
+        return segment
+
+    def _make_room(self, holder: Holder, tenant: Tenant, size: int) -> bool:
+        """Evict something, so that a slot of `holder` or a segment comes free. False: nothing may go now."""
+        own = self._fair_oldest(holder, tenant, size)
+        cold = self._coldest_segment(holder, size, None if own is None else own.tick)
+        if cold is not None and cold.holder is not holder and cold.needs_recall:
+            self.recall(cold)
+            cold = None
+        if cold is not None:
+            self.counts["segments_emptied"] += 1
+            self.empty(cold)
+            return True
+        if own is not None:
+            self._evict(own)
+        return own is not None
+
+    def _fair_oldest(self, holder: Holder, tenant: Tenant, size: int) -> ArenaEntry | None:
+        """Of the holder's slots of this size: the oldest of who is over its share or asks itself, else the oldest."""
+        shelves = self._shelves.get((holder.number, size), {}).values()
+        found = [entry for shelf in shelves if (entry := self._oldest(shelf)) is not None]
+        share = self.held_bytes / max(1, sum(one.used_bytes > 0 for one in self.tenants.values()))
+        ours = [one for one in found if one.tenant is tenant or one.tenant.used_bytes > share]
+        return min(ours or found, key=lambda entry: entry.tick, default=None)
+
+    def _oldest_of(self, tenant: Tenant) -> ArenaEntry | None:
+        shelves = [shelf for shelf, owner in self._tenant_of_shelf.items() if owner is tenant]
+        found = [entry for shelf in shelves if (entry := self._oldest(shelf)) is not None]
+        return min(found, key=lambda entry: entry.tick, default=None)
+
+    def _coldest_segment(self, holder: Holder, size: int, before_tick: int | None) -> ArenaSegment | None:
+        best, best_tick = None, before_tick
+        for segment in self.segments.values():
+            if segment.holder is holder and segment.slot_bytes == size:
+                continue
+            if segment.holder is not None and segment.holder.is_quarantined:
+                continue
+            if (best_tick is None or segment.newest_tick < best_tick) and segment.may_be_emptied:
+                best, best_tick = segment, segment.newest_tick
+        return best
+
+    # segments --------------------------------------------------------------------------------------------------------
+
+    def recall(self, segment: ArenaSegment) -> None:
+        """Ask the client that may write there to return it: it hands out no more slots and learns of it soon."""
+        if sum(one.is_recalled for one in self.segments.values()) < _MOST_RECALLS:
+            segment.is_recalled = True
+            self._close_for_writing(segment)
+            self.counts["segments_recalled"] += 1
+
+    def empty(self, segment: ArenaSegment) -> None:
+        """Evict what is in it, which may all go, and free it. Only where nobody else can write to it."""
+        for entry in sorted(segment.entries, key=lambda entry: -entry.tick):
+            if entry.is_linked:
+                self._evict(entry)
+        self._unassign(segment)
+
+    def returned(self, segment: ArenaSegment) -> None:
+        """Its holder writes there no more: it returned it, or died. A recalled one gives way now."""
+        if segment.is_recalled:
+            for entry in sorted(segment.entries, key=lambda entry: -entry.tick):
+                if entry.is_linked and not entry.is_fenced:
+                    self._evict(entry)
+        self._unassign(segment)
+
+    def pick_to_shed(self) -> ArenaSegment | None:
+        """The coldest segment that could be given to another domain."""
+        free = self._free_segments
+        if free:
+            return free[-1]
+        able = [
+            one
+            for one in self.segments.values()
+            if one.may_be_emptied and (one.holder is None or not one.holder.is_quarantined)
+        ]
+        return min(able, key=lambda one: one.newest_tick, default=None)
+
+    def remove(self, segment: ArenaSegment) -> None:
+        """It leaves the arena. Only for one that is free."""
+        self._free_segments.remove(segment)
+        del self.segments[segment.number]
+
+    def is_free(self, segment: ArenaSegment) -> bool:
+        return segment in self._free_segments
+
+    def _assign(self, segment: ArenaSegment, holder: Holder, size: int) -> None:
+        segment.holder, segment.slot_bytes, segment.is_recalled = holder, size, False
+        segment.free_offsets = [slot * size for slot in reversed(range(self.segment_bytes // size))]
+        self._open.setdefault((holder.number, size), {})[segment.number] = segment
+        holder.segments.add(segment)
+
+    def _close_for_writing(self, segment: ArenaSegment) -> None:
+        """No more slots of it are handed out."""
+        if segment.holder is not None:
+            self._open.get((segment.holder.number, segment.slot_bytes), {}).pop(segment.number, None)
+
+    def _unassign(self, segment: ArenaSegment) -> None:
+        self._close_for_writing(segment)
+        if segment.holder is not None:
+            segment.holder.segments.discard(segment)
+        segment.holder, segment.is_recalled = None, False
+        self._free_if_empty(segment)
+
+    def _free_if_empty(self, segment: ArenaSegment) -> None:
+        if segment.holder is None and not segment.entries and segment.number in self.segments:
+            segment.slot_bytes, segment.free_offsets, segment.newest_tick = 0, [], 0
+            if segment not in self._free_segments:
+                self._free_segments.append(segment)
+
+    def _free(self, entry: ArenaEntry) -> None:
+        self.used_bytes -= entry.slot_bytes
+        entry.tenant.used_bytes -= entry.slot_bytes
+        self.codec_bytes[entry.key.codec] -= entry.slot_bytes
+        segment = entry.segment
+        segment.entries.remove(entry)
+        segment.free_offsets.append(entry.offset)
+        if segment.holder is None:
+            self._free_if_empty(segment)
+        elif not segment.is_recalled:
+            self._open.setdefault((segment.holder.number, segment.slot_bytes), {})[segment.number] = segment
+
+    # candidates, by holder, slot size and tenant ---------------------------------------------------------------------
+
+    def _shelf(self, holder: Holder, size: int, tenant: Tenant) -> int:
+        by_tenant = self._shelves.setdefault((holder.number, size), {})
+        shelf = by_tenant.get(tenant.name)
+        if shelf is None:
+            shelf = by_tenant[tenant.name] = self._next_shelf
+            self._next_shelf += 1
+            self._tenant_of_shelf[shelf], self._holder_of_shelf[shelf] = tenant, holder.number
+        return shelf
+
+    def requeue(self, entry: ArenaEntry) -> None:
+        if entry.is_queued or not entry.may_go:
+            return
+        entry.is_queued = True
+        heap = self._candidates.setdefault(entry.shelf, [])
+        heapq.heappush(heap, (entry.tick, id(entry), entry))
+        if len(heap) > 64 and len(heap) > 2 * self.copy_count:
+            heap[:] = [item for item in heap if item[2].is_linked]
+            heapq.heapify(heap)
+
+    def forget_holder(self, holder: Holder) -> None:
+        """A holder is gone: its empty shelves go; what it published stays on the others."""
+        for name in [name for name in self._shelves if name[0] == holder.number]:
+            self._open.pop(name, None)
+        self._tidy_shelves()
+
+    def _tidy_shelves(self) -> None:
+        alive = {segment.holder.number for segment in self.segments.values() if segment.holder is not None}
+        for (number, size), by_tenant in list(self._shelves.items()):
+            if number in alive:
+                continue
+            for name, shelf in list(by_tenant.items()):
+                heap = [item for item in self._candidates.get(shelf, []) if item[2].is_linked]
+                if heap:
+                    heapq.heapify(heap)
+                    self._candidates[shelf] = heap
+                elif not any(entry.shelf == shelf for one in self.segments.values() for entry in one.entries):
+                    self._candidates.pop(shelf, None)
+                    del by_tenant[name], self._tenant_of_shelf[shelf], self._holder_of_shelf[shelf]
+            if not by_tenant:
+                del self._shelves[number, size]
+
+    # check -----------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """IntegrityError names the first broken rule."""
+        held = [entry for segment in self.segments.values() for entry in segment.entries]
+        rules = (
+            ("every copy found has a slot", set(self.linked()) <= set(held)),
+            ("used bytes are the held slots", sum(entry.slot_bytes for entry in held) == self.used_bytes),
+            ("tenants share the used bytes", sum(one.used_bytes for one in self.tenants.values()) == self.used_bytes),
+            ("used bytes fit the segments", self.used_bytes <= self.held_bytes),
+            (
+                "slots of a segment do not meet",
+                all(
+                    len({*one.free_offsets, *(entry.offset for entry in one.entries)})
+                    == len(one.free_offsets) + len(one.entries)
+                    for one in self.segments.values()
+                ),
+            ),
+            ("free segments are empty", all(not one.entries and one.holder is None for one in self._free_segments)),
+            ("codecs share the used bytes", sum(self.codec_bytes.values()) == self.used_bytes),
+        )
+        broken = [name for name, holds in rules if not holds] + self.broken_rules()
+        if broken:
+            raise IntegrityError(f"arena: broken rule: {broken[0]}")

@@ -1,0 +1,423 @@
+"""What the daemon does, without its sockets: arenas by trust domain, leases, lower tiers, quotas, counts.
+
+A Session calls the methods of Core on its own thread. `lock` guards every index, lease and queue, and is never held
+while bytes move or a lower tier is asked; lookups in the arena take no lock (a dict's own operations are atomic).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from allocator.errors import TierError
+from kvstore.daemon.arena import ArenaIndex, ArenaSegment
+from kvstore.daemon.forms import Form, KnownForms
+from kvstore.daemon.holder import Holder, LeaseBook
+from kvstore.daemon.lower import LowerTier, taken_out
+from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
+from kvstore.daemon.segment_pool import SegmentPool
+from kvstore.daemon.segments import SegmentMemory
+from kvstore.daemon.settings import DaemonSettings
+from kvstore.frame import FrameFault
+from kvstore.tier import Tier
+
+
+class RefusedError(Exception):
+    """A request that does nothing. Becomes a Refused answer, or the connection's end."""
+
+    def __init__(self, cause: Cause, message: str = "", *, is_fatal: bool = False) -> None:
+        super().__init__(message)
+        self.cause, self.message, self.is_fatal = cause, message, is_fatal
+
+
+class Core:
+    """See the module. lowers: tiers below, fast to slow; this object drives and closes them."""
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        lowers: Sequence[Tier] = (),
+        known_forms: KnownForms | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.known_forms = KnownForms() if known_forms is None else known_forms
+        self.boot = os.urandom(16)
+        self.lock = threading.Lock()
+        self.pool = SegmentPool(settings.store.host_bytes, settings.segment_bytes, SegmentMemory)
+        self.book = LeaseBook(settings.lease_seconds, settings.write_lease_seconds)
+        self.arenas: dict[str, ArenaIndex] = {}
+        self.counts: Counter[str] = Counter()
+        self.lookups: dict[str, Counter[str]] = {}
+        self.holders: dict[int, Holder] = {}
+        self.quotas = dict(settings.tenant_quotas)
+        self._numbers = count(1)
+        self._daemons: dict[str, Holder] = {}
+        queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
+        self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
+        self._prepare = threading.Event()
+        self._closed = False
+        self._preparer = threading.Thread(target=self._prepare_segments, name="kvstore-segments", daemon=True)
+        self._preparer.start()
+
+    # who is there ----------------------------------------------------------------------------------------------------
+
+    def arena(self, domain: str) -> ArenaIndex:
+        """The arena of a trust domain. Under the lock."""
+        found = self.arenas.get(domain)
+        if found is None:
+            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment)
+            self._daemons[domain] = Holder(next(self._numbers), found)
+            for name, quota in self.quotas.items():
+                found.tenant(name).quota_bytes = quota
+        return found
+
+    def stranger(self, domain: str, name: str) -> Holder:
+        """A holder that is no client: an operator's pins. Under the lock."""
+        return Holder(next(self._numbers), self.arena(domain), name)
+
+    def join(self, name: str, uid: int, pid: int, pid_fd: int) -> Holder:
+        with self.lock:
+            arena = self.arena(self.settings.domain_of(uid))
+            holder = Holder(next(self._numbers), arena, name, uid, pid, is_remote=True, pid_fd=pid_fd)
+            holder.token = os.urandom(16)
+            self.holders[holder.number] = holder
+            return holder
+
+    def leave(self, holder: Holder, *, is_dead: bool) -> None:
+        """A connection's end. What its process may still write to comes back when that has died (see reap)."""
+        with self.lock:
+            self.book.end(holder, is_dead=is_dead)
+            if is_dead:
+                self._forget(holder)
+
+    def disown(self, holder: Holder, token: bytes) -> bool:
+        """What an earlier connection of the same process held comes back; False while that is not at its end yet."""
+        known = [one for one in list(self.holders.values()) if hmac.compare_digest(one.token, token)]
+        for one in known:
+            if one is holder or (one.uid, one.pid) != (holder.uid, holder.pid) or not one.is_quarantined:
+                return False
+            self.leave(one, is_dead=True)
+        return True
+
+    def reap(self, is_dead: Callable[[Holder], bool]) -> None:
+        """End the holders that were waited for."""
+        for holder in [one for one in list(self.holders.values()) if one.is_quarantined and is_dead(one)]:
+            self.leave(holder, is_dead=True)
+
+    def _forget(self, holder: Holder) -> None:
+        self.holders.pop(holder.number, None)
+        if holder.pid_fd >= 0:
+            os.close(holder.pid_fd)
+            holder.pid_fd = -1
+
+    # look up ---------------------------------------------------------------------------------------------------------
+
+    def run(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> tuple[int, int]:
+        """Leading hashes that are stored somewhere, and how many of the rest may show up yet."""
+        families, total = holder.arena.families, len(hashes)
+        found, pending = leading_run(families.get(form.family), hashes), 0  # type: ignore[arg-type]
+        if found < total and self.lowers:
+            found, pending = self._run_below(holder, form, hashes, found)
+        counts = self.lookups.get(form.tenant)
+        if counts is None:
+            counts = self.lookups.setdefault(form.tenant, Counter())
+        counts["lookups"] += 1
+        counts["hit_blocks"] += found
+        counts["missed_blocks"] += total - found
+        return found, pending
+
+    def _run_below(self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int) -> tuple[int, int]:
+        before = -1
+        while before < found < len(hashes):
+            before = found
+            for lower in self.lowers:
+                found += lower.leading_run(form, hashes[found:])
+            found += leading_run(holder.arena.families.get(form.family), hashes[found:])  # type: ignore[arg-type]
+        if found == len(hashes):
+            return found, 0
+        keys = form.lower_template.with_hashes(hashes[found:])
+        return found, max([one.tier.pending_count(keys) for one in self.lowers if not one.is_dropped], default=0)
+
+    def contains(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> bytes:
+        family = holder.arena.families.get(form.family)
+        flags = bytearray(map(family.__contains__, hashes)) if family else bytearray(len(hashes))
+        for lower in self.lowers:
+            open_places = [place for place, flag in enumerate(flags) if flag != 1]
+            if not open_places:
+                break
+            found = lower.presence(form, [hashes[place] for place in open_places])
+            for place, flag in zip(open_places, found, strict=True):
+                flags[place] = flag or flags[place]
+        return bytes(flags)
+
+    def acquire(
+        self, holder: Holder, form: Form, hashes: tuple[bytes, ...], payload_bytes: Sequence[int]
+    ) -> tuple[int, bytes]:
+        """One read lease on those that lie in the arena; the others are misses, or on their way up."""
+        if len(payload_bytes) != len(hashes):
+            raise RefusedError(Cause.GARBAGE, "payload_bytes: expected one a hash", is_fatal=True)
+        if holder.read_count + len(hashes) > self.settings.leases_per_client:
+            raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} read leases")
+        family = holder.arena.families.get(form.family) or {}
+        absent = [place for place, hash in enumerate(hashes) if hash not in family] if self.lowers else []
+        below = self._found_below(form, [hashes[place] for place in absent])
+        with self.lock:
+            family = holder.arena.families.get(form.family) or {}
+            entries = [family.get(hash) for hash in hashes]
+            held = [entry for entry in entries if entry is not None]
+            lease = self.book.read(holder, held, self.clock()) if held else 0
+            waiting = {}
+            for place, lower in zip(absent, below, strict=True):
+                if entries[place] is None and lower is not None:
+                    daemon = self._daemons[self.settings.domain_of(holder.uid)]
+                    waiting[place] = lower.fetch(daemon, form, hashes[place], payload_bytes[place])
+            places = b"".join(
+                PLACE.pack(Place.GRANTED, entry.segment.number, entry.offset, entry.size_bytes)
+                if entry is not None
+                else PLACE.pack(waiting.get(place, Place.MISS), 0, 0, 0)
+                for place, entry in enumerate(entries)
+            )
+        counts = self.lookups.setdefault(form.tenant, Counter())
+        counts["read_blocks"] += len(held)
+        return lease, places
+
+    def _found_below(self, form: Form, hashes: list[bytes]) -> list[LowerTier | None]:
+        found: list[LowerTier | None] = [None] * len(hashes)
+        for lower in self.lowers:
+            open_places = [place for place, one in enumerate(found) if one is None]
+            if not open_places:
+                break
+            presence = lower.presence(form, [hashes[place] for place in open_places])
+            for place, flag in zip(open_places, presence, strict=True):
+                found[place] = lower if flag == 1 else None
+        return found
+
+    def release(self, holder: Holder, leases: Sequence[int]) -> int:
+        """How many of them named nothing."""
+        with self.lock:
+            return sum(not self.book.end_read(holder, number) for number in leases)
+
+    # store -----------------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, holder: Holder, form: Form, hashes: tuple[bytes, ...], parents: tuple[bytes, ...], sizes: Sequence[int]
+    ) -> bytes:
+        if not len(hashes) == len(parents) == len(sizes):
+            raise RefusedError(Cause.GARBAGE, "reserve: expected as many parents and sizes as hashes", is_fatal=True)
+        if len(holder.writes) + len(hashes) > self.settings.leases_per_client:
+            raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} write leases")
+        arena, now = holder.arena, self.clock()
+        places, refused = [], 0
+        with self.lock:
+            evicted = arena.counts["evicted"]
+            for hash, parent, frame_bytes in zip(hashes, parents, sizes, strict=True):
+                key = form.key(hash)
+                known = arena.find(key)
+                if known is not None:
+                    arena.touch(known)
+                    places.append(PLACE.pack(Place.THERE, 0, 0, 0))
+                    continue
+                if frame_bytes <= form.header_bytes or parent == hash:
+                    raise RefusedError(Cause.GARBAGE, "reserve: expected a frame with a payload", is_fatal=True)
+                entry = arena.reserve(holder, form, key, frame_bytes, parent)
+                if isinstance(entry, Place):
+                    refused += entry is Place.FULL
+                    places.append(PLACE.pack(entry, 0, 0, 0))
+                else:
+                    lease = self.book.write(holder, entry, now)
+                    places.append(PLACE.pack(Place.GRANTED, entry.segment.number, entry.offset, lease))
+        if len(self.arenas) > 1 and (refused or arena.counts["evicted"] > evicted):
+            self._shed_for(arena)
+        self._prepare.set()
+        return b"".join(places)
+
+    def publish(self, holder: Holder, leases: Sequence[int]) -> bytes:
+        arena, flags = holder.arena, bytearray()
+        with self.lock:
+            for number in leases:
+                is_ours = number in holder.writes
+                entry = self.book.publish(holder, number)
+                flags.append(entry is not None)
+                if entry is not None:
+                    for lower in self.lowers:
+                        lower.offer(arena, entry)
+                elif not is_ours:
+                    self.counts["refused_stale"] += 1
+        return bytes(flags)
+
+    def abandon(self, holder: Holder, leases: Sequence[int]) -> int:
+        with self.lock:
+            return sum(not self.book.abandon(holder, number) for number in leases)
+
+    def touch(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> None:
+        family = holder.arena.families.get(form.family) or {}
+        with self.lock:
+            for hash in hashes:
+                entry = family.get(hash)
+                if entry is not None and entry.is_linked:
+                    holder.arena.touch(entry)
+
+    # drop ------------------------------------------------------------------------------------------------------------
+
+    def delete(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> int:
+        gone: set[bytes] = set()
+        with self.lock:
+            for hash in dict.fromkeys(hashes):
+                entry = holder.arena.find(form.key(hash))
+                if entry is not None and not entry.pin_count:
+                    holder.arena.unlink(entry)
+                    gone.add(hash)
+        unpinned = [hash for hash in dict.fromkeys(hashes) if holder.arena.find(form.key(hash)) is None]
+        for lower in self.lowers:
+            there = [hash for hash, flag in zip(unpinned, lower.presence(form, unpinned), strict=True) if flag == 1]
+            lower.delete(form, unpinned)
+            gone.update(there)
+        return len(gone)
+
+    def clear(self, arena: ArenaIndex, forms: Sequence[Form], *, all_allowed: bool) -> int:
+        """Drop every copy of these forms' roots; how many went from the arena. TierError: some below may be left."""
+        roots = {form.template.root for form in forms}
+        with self.lock:
+            arena.generation += 1  # what is being written or fetched now comes too late
+            families = [family for name, family in arena.families.items() if name[0] in roots]
+            entries = [entry for family in families for entry in family.values()]
+            for entry in entries:
+                arena.unlink(entry)
+        lower_roots = {form.lower_template.root for form in forms}
+        for lower in self.lowers:
+            lower.clear(lower_roots, all_allowed=all_allowed)
+        return len(entries)
+
+    def suspect(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> None:
+        """Copies that a reader found wrong: what does not check out here either goes."""
+        for hash in hashes:
+            with self.lock:
+                entry = holder.arena.find(form.key(hash))
+                if entry is not None:
+                    entry.reader_count += 1
+            if entry is None:
+                continue
+            found = taken_out(entry)
+            with self.lock:
+                if isinstance(found, FrameFault):
+                    self.counts[f"corrupt_{found}"] += 1
+                    if entry.is_linked:
+                        holder.arena.unlink(entry)
+                else:
+                    self.counts["suspect_but_whole"] += 1
+                holder.arena.end_read(entry)
+
+    # pins ------------------------------------------------------------------------------------------------------------
+
+    def pin(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> bytes:
+        with self.lock:
+            if holder.pin_count + len(hashes) > self.settings.leases_per_client:
+                raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} pins")
+            return bytes(self.book.pin(holder, form.template.with_hashes(hashes)))
+
+    def unpin(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> None:
+        with self.lock:
+            if not self.book.unpin(holder, form.template.with_hashes(hashes)):
+                raise RefusedError(Cause.PINS, "a copy was not pinned as often by this connection")
+
+    # segments --------------------------------------------------------------------------------------------------------
+
+    def descriptors(self, holder: Holder, numbers: Sequence[int], *, writable: bool) -> tuple[list[int], list[int]]:
+        """Sizes, and duplicates of descriptors that the caller sends and closes."""
+        with self.lock:
+            found: list[ArenaSegment] = []
+            for number in numbers:
+                segment = holder.arena.segments.get(number)
+                if segment is None or (writable and (segment.holder is not holder or segment.is_recalled)):
+                    raise RefusedError(Cause.SEGMENT, f"segment {number} is not there, or not leased to this client")
+                found.append(segment)
+            own = [one.memory.write_fd if writable else one.memory.read_fd for one in found]
+            return [self.settings.segment_bytes] * len(found), [os.dup(one) for one in own]
+
+    def give_back(self, holder: Holder, numbers: Sequence[int]) -> None:
+        with self.lock:
+            for number in numbers:
+                segment = holder.arena.segments.get(number)
+                if segment is None or segment.holder is not holder:
+                    self.counts["refused_segment"] += 1
+                elif not any(lease.entry.segment is segment for lease in holder.writes.values()):
+                    holder.arena.returned(segment)
+
+    def news(self, holder: Holder) -> tuple[int, int, list[int], list[int]]:
+        with self.lock:
+            arena = holder.arena
+            recalled = [one.number for one in holder.segments if one.is_recalled]
+            capacity = self.pool.limit * self.settings.segment_bytes
+            return arena.used_bytes, capacity, recalled, list(arena.segments)
+
+    def _take_segment(self) -> ArenaSegment | None:
+        return self.pool.take()
+
+    def _shed_for(self, arena: ArenaIndex) -> None:
+        """An arena below its share of the budget is full: the largest one gives up its coldest segment."""
+        with self.lock:
+            largest = max(self.arenas.values(), key=lambda one: len(one.segments))
+            share = self.pool.limit // max(1, len(self.arenas))
+            if len(arena.segments) >= share or len(largest.segments) <= max(1, share):
+                return
+            segment = largest.pick_to_shed()
+            if segment is None:
+                return
+            if segment.needs_recall:
+                largest.recall(segment)
+                return
+            if not largest.is_free(segment):
+                largest.empty(segment)
+            if largest.is_free(segment):
+                largest.remove(segment)
+                self.pool.renew(segment)
+                self.counts["segments_shed"] += 1
+
+    def _prepare_segments(self) -> None:
+        """Reserve memory ahead of its use, in the background."""
+        while not self._closed:
+            with self.lock:
+                wanted = self.settings.store.host_prefault or len(self.pool.ready) < 1
+                may = wanted and self.pool.begin_make()
+            if may:
+                memory = self.pool.make()
+                with self.lock:
+                    self.pool.finish_make(memory)
+                continue
+            self._prepare.wait(0.5)
+            self._prepare.clear()
+
+    # time ------------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Leases whose time is up. Called a few times a second."""
+        with self.lock:
+            self.book.expire(self.clock())
+
+    def close(self, drain_seconds: float) -> bool:
+        """Drain and close the lower tiers, give the memory back; whether all was written down."""
+        until = time.monotonic() + drain_seconds
+        drained = all([lower.drain(until) for lower in self.lowers])
+        self._closed = True
+        self._prepare.set()
+        self._preparer.join()
+        for lower in self.lowers:
+            try:
+                lower.close()
+            except TierError:
+                self.counts[f"close_failed_{lower.tier.name}"] += 1
+        with self.lock:
+            for holder in list(self.holders.values()):
+                self._forget(holder)
+            self.pool.close()
+            for arena in self.arenas.values():
+                for segment in arena.segments.values():
+                    segment.memory.close()
+        return drained

@@ -1,0 +1,388 @@
+"""The engine's end of the socket: one connection, its forms and mappings, found again when it is lost.
+
+A call sends one message and waits for its answer, at most `timeout_seconds`; anything unexpected ends the connection,
+and until a thread of this object has made a new one every call raises LinkDownError at once. That thread also hears
+when the daemon goes, and returns what the daemon asks for. After a fork the child has a link that is down and makes its
+own connection; it inherits neither socket nor mappings.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from allocator.errors import TierError
+from kvstore.daemon import protocol
+from kvstore.daemon.protocol import Cause
+from kvstore.daemon.segments import abandon, map_for_reading, map_for_writing
+from kvstore.daemon.session import set_timeout
+from kvstore.frame_layout import FrameSpec
+from kvstore.tier import ByteRow
+
+_PING_SECONDS = 0.1
+_RETRY_SECONDS = (0.02, 0.5)  # first and longest pause between attempts
+_SEND_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
+_Answer = TypeVar("_Answer", bound=protocol.Answer)
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+class LinkDownError(Exception):
+    """There is no daemon now, or it did not answer as it should. Counted; to a tier's caller it is a miss."""
+
+
+class RefusedByDaemonError(Exception):
+    """The daemon did not do it; the connection stays."""
+
+    def __init__(self, refused: protocol.Refused) -> None:
+        super().__init__(refused.message)
+        self.cause = refused.cause
+
+
+class Link:
+    """See the module. `counts`: by cause, since start."""
+
+    def __init__(self, path: str, name: str, timeout_seconds: float) -> None:
+        self.path, self.name = path, name
+        self.timeout_seconds = timeout_seconds
+        self.counts: Counter[str] = Counter()
+        self.used_bytes = self.capacity_bytes = 0
+        self.on_up: Callable[[], None] | None = None
+        self._closed = False
+        self._reset()
+        self._connect_quietly()
+        self._start_thread()
+        _links.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+        self._sock: socket.socket | None = None
+        self._seq = 0
+        self.boot = b""
+        self.session = 0  # grows with every connection: what belongs to an older one is void
+        self._forms: dict[tuple[object, ...], int] = {}
+        self._readable: dict[int, ByteRow] = {}
+        self._writable: dict[int, ByteRow] = {}
+        self._writes: Counter[int] = Counter()  # segments with writes under way
+        self._token = b""
+        self._cut_off: list[tuple[bytes, list[weakref.ref[ByteRow]]]] = []  # connections and what they had writable
+        self._buffer = memoryview(bytearray(protocol.LONGEST_BYTES + 1))
+        self._wake = threading.Event()
+
+    @property
+    def is_up(self) -> bool:
+        return self._sock is not None
+
+    def close(self) -> None:
+        """Let everything go. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            sock = self._sock
+            if sock is not None:
+                self._forget_mappings()
+                try:
+                    self._seq += 1
+                    sock.send(protocol.encode(protocol.Goodbye(self._seq)))
+                except OSError:
+                    self.counts["lost"] += 1
+            self._drop(None)
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # calls -----------------------------------------------------------------------------------------------------------
+
+    def call(self, make: Callable[[int], protocol.Request], expected: type[_Answer]) -> _Answer:
+        """One request, one answer. LinkDownError, or RefusedByDaemonError."""
+        with self._lock:
+            return self._call(make, expected, self._receive)
+
+    def tell(self, make: Callable[[int], protocol.Request]) -> None:
+        """A request without an answer. Nothing happens when the link is down."""
+        with self._lock:
+            if self._sock is None:
+                return
+            try:
+                self._send(make)
+            except LinkDownError:
+                return
+
+    def form(self, spec: FrameSpec, tenant: str) -> int:
+        """The number of this form on this connection, named when it is new."""
+        family = (spec.key.family, tenant)
+        number = self._forms.get(family)
+        if number is not None:
+            return number
+        with self._lock:
+            number = len(self._forms)
+            key = spec.key
+            fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, key.parameters)
+            dims = (spec.block_tokens, spec.key_dim, spec.value_dim, spec.dtype)
+            self.call(lambda seq: protocol.Form(seq, number, *fields, *dims, tenant), protocol.Count)
+            self._forms[family] = number
+            return number
+
+    def _call(
+        self,
+        make: Callable[[int], protocol.Request],
+        expected: type[_Answer],
+        receive: Callable[[], protocol.AnyAnswer],
+    ) -> _Answer:
+        seq = self._send(make)
+        while True:
+            answer = receive()
+            if answer.seq == seq and isinstance(answer, expected):
+                return answer
+            if isinstance(answer, protocol.Refused):
+                self.counts[f"refused_{_cause_name(answer.cause)}"] += 1
+                if answer.seq == seq:
+                    raise RefusedByDaemonError(answer)
+                if answer.seq == 0:
+                    self._drop("refused")
+                    raise LinkDownError
+                continue  # of a message that has no other answer
+            self._drop("unexpected_answer")
+            raise LinkDownError
+
+    def _send(self, make: Callable[[int], protocol.Request]) -> int:
+        sock = self._sock
+        if sock is None:
+            raise LinkDownError
+        self._seq += 1
+        try:
+            sock.send(protocol.encode(make(self._seq)))
+        except OSError as error:
+            self._drop("timeout" if isinstance(error, BlockingIOError) else "lost")
+            raise LinkDownError from error
+        return self._seq
+
+    def _receive(self) -> protocol.AnyAnswer:
+        sock = self._sock
+        if sock is None:
+            raise LinkDownError
+        try:
+            length = sock.recv_into(self._buffer)
+            if not length:
+                raise ConnectionResetError
+            answer: protocol.AnyAnswer = protocol.decode_answer(self._buffer[:length])
+            return answer
+        except (OSError, msgspec.DecodeError) as error:
+            self._drop("timeout" if isinstance(error, BlockingIOError) else "lost")
+            raise LinkDownError from error
+
+    # shared memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self, numbers: Sequence[int], *, writable: bool) -> dict[int, ByteRow]:
+        """The mappings of these segments, made when they are new."""
+        with self._lock:
+            known = self._writable if writable else self._readable
+            missing = [number for number in dict.fromkeys(numbers) if number not in known]
+            for at in range(0, len(missing), protocol.MOST_FDS):
+                self._map(missing[at : at + protocol.MOST_FDS], writable)
+            return {number: known[number] for number in dict.fromkeys(numbers)}
+
+    def _map(self, numbers: list[int], writable: bool) -> None:
+        received: list[int] = []
+
+        def receive() -> protocol.AnyAnswer:
+            assert self._sock is not None
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._sock, protocol.LONGEST_BYTES, protocol.MOST_FDS)
+                received.extend(descriptors)
+                if not message:
+                    raise ConnectionResetError
+                answer: protocol.AnyAnswer = protocol.decode_answer(message)
+                return answer
+            except (OSError, msgspec.DecodeError) as error:
+                self._drop("lost")
+                raise LinkDownError from error
+
+        try:
+            answer = self._call(lambda seq: protocol.Map(seq, numbers, writable), protocol.Segments, receive)
+            if not len(answer.sizes) == len(received) == len(numbers):
+                self._drop("unexpected_answer")
+                raise LinkDownError
+            make = map_for_writing if writable else map_for_reading
+            known = self._writable if writable else self._readable
+            for number, descriptor, size in zip(numbers, received, answer.sizes, strict=True):
+                known[number] = make(descriptor, size)
+        except (OSError, TierError) as error:
+            self._drop("map_failed")
+            raise LinkDownError from error
+        finally:
+            for descriptor in received:
+                os.close(descriptor)
+
+    def begin_writes(self, numbers: Sequence[int]) -> None:
+        """These segments are not returned until end_writes."""
+        with self._lock:
+            self._writes.update(numbers)
+
+    def end_writes(self, numbers: Sequence[int]) -> None:
+        with self._lock:
+            self._writes.subtract(numbers)
+
+    def _forget_mappings(self) -> None:
+        self._readable.clear()
+        self._writable.clear()
+
+    # the thread ------------------------------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._keep, name="kvstore-link", daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        pause, wake = _RETRY_SECONDS[0], self._wake
+        while not self._closed:
+            sock = self._sock
+            if sock is None:
+                wake.wait(pause)
+                wake.clear()
+                if not self._closed:
+                    pause = _RETRY_SECONDS[0] if self._connect_quietly() else min(_RETRY_SECONDS[1], 1.5 * pause)
+                continue
+            if _has_hung_up(sock, _PING_SECONDS):
+                with self._lock:
+                    if self._sock is sock:
+                        self._drop("lost")
+                continue
+            try:
+                self._ping()
+            except (LinkDownError, RefusedByDaemonError):
+                continue
+
+    def _ping(self) -> None:
+        with self._lock:
+            pong = self.call(protocol.Ping, protocol.Pong)
+            self.used_bytes, self.capacity_bytes = pong.used_bytes, pong.capacity_bytes
+            live = set(pong.live)
+            for number in [one for one in self._readable if one not in live]:
+                del self._readable[number]
+            self._disown()
+            back = [number for number in pong.recalled if self._writes[number] <= 0]
+            for number in back:
+                self._writable.pop(number, None)
+            if back:
+                self.counts["segments_returned"] += len(back)
+                self.tell(lambda seq: protocol.Return(seq, back))
+
+    def _disown(self) -> None:
+        """Connections that were cut off, by a timeout say, come to their end at the daemon once nothing is mapped."""
+        waiting, self._cut_off = self._cut_off, []
+        for place, (token, memories) in enumerate(waiting):
+            try:
+                is_unmapped = all(memory() is None for memory in memories)
+                request = partial(protocol.Disown, token=token)
+                if not (is_unmapped and self.call(request, protocol.Count).count):
+                    self._cut_off.append((token, memories))
+            except LinkDownError:
+                self._cut_off += waiting[place:]
+                raise
+
+    def _connect_quietly(self) -> bool:
+        """One attempt; nobody waits for it but this object's thread, and whoever made the link."""
+        try:
+            self._connect()
+        except (OSError, LinkDownError, RefusedByDaemonError, msgspec.DecodeError):
+            self.counts["connect_failed"] += 1
+            return False
+        if self.on_up is not None:
+            self.on_up()
+        return True
+
+    def _connect(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            set_timeout(sock, socket.SO_SNDTIMEO, self.timeout_seconds)
+            set_timeout(sock, socket.SO_RCVTIMEO, self.timeout_seconds)
+            sock.connect(self.path)
+            with suppress(BrokenPipeError):  # refused already: the answer says why
+                sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, self.name[:64])))
+            answer = protocol.decode_answer(sock.recv(protocol.LONGEST_BYTES))
+            if not isinstance(answer, protocol.Welcome):
+                cause = answer.cause if isinstance(answer, protocol.Refused) else 0
+                self.counts[f"refused_{_cause_name(cause)}"] += 1
+                raise LinkDownError
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            self._forms.clear()
+            self._forget_mappings()
+            self._writes.clear()
+            if self.boot and self.boot != answer.boot:
+                self.counts["daemon_restarts"] += 1
+                self._cut_off.clear()
+            self._token = answer.token
+            self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
+            self._seq = 1
+            self.session += 1
+            self.counts["connected"] += 1
+            self._sock = sock
+
+    def _drop(self, cause: str | None) -> None:
+        """The connection is over, and its mappings go once nobody copies there any more."""
+        sock, self._sock = self._sock, None
+        if cause is not None and sock is not None:
+            self.counts[f"link_{cause}"] += 1
+            self._cut_off.append((self._token, [weakref.ref(memory) for memory in self._writable.values()]))
+        self._forms.clear()
+        if sock is not None:
+            sock.close()
+        self._forget_mappings()
+        self._wake.set()
+
+    def _after_fork(self) -> None:
+        """In the child: the connection, its thread and its mappings are the parent's. None is touched or unmapped."""
+        sock = self._sock
+        if sock is not None:
+            sock.close()
+        for memory in (*self._readable.values(), *self._writable.values()):
+            abandon(memory)
+        self._reset()
+        if not self._closed:
+            self._start_thread()
+            self._wake.set()
+
+
+def _cause_name(cause: int) -> str:
+    try:
+        return Cause(cause).name.lower()
+    except ValueError:
+        return "unknown"
+
+
+def _has_hung_up(sock: socket.socket, seconds: float) -> bool:
+    """Whether the other side is gone; waits for that at most so long."""
+    poller = select.poll()
+    try:
+        poller.register(sock, select.POLLRDHUP)
+    except (OSError, ValueError):  # closed meanwhile, by a call that failed
+        time.sleep(0.001)
+        return False
+    return bool(poller.poll(int(seconds * 1000)))
+
+
+def _fork_links() -> None:
+    for link in list(_links):
+        link._after_fork()
+
+
+os.register_at_fork(after_in_child=_fork_links)

@@ -1,0 +1,275 @@
+"""The daemon's sockets and life: one socket path, a thread a connection, a watcher for clients that die.
+
+`start` returns when clients can connect and store; `stop` drains. `stats` and `admin` are what operators see: any
+thread. Two daemons on one path are refused by a lock file; a socket that a dead one left is replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from allocator.errors import TierError
+from kvstore.daemon import protocol
+from kvstore.daemon.admin import Admin
+from kvstore.daemon.core import Core
+from kvstore.daemon.forms import KnownForms
+from kvstore.daemon.protocol import Cause
+from kvstore.daemon.session import Session, close_heard, has_died
+from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.stats import snapshot
+from kvstore.frame_specs import SpecSource
+from kvstore.tier import Tier
+
+_PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
+_BACKLOG = 128
+_TICK_SECONDS = 0.05
+_ACCEPTS_PER_SECOND = 400
+_LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
+
+
+class Daemon:
+    """See the module. lowers: tiers below the arena, fast to slow; None: those that the settings name."""
+
+    def __init__(self, settings: DaemonSettings, lowers: Sequence[Tier] | None = None) -> None:
+        self.settings = settings
+        self.path = Path(settings.socket_path)
+        self.is_ready = False
+        self.started_seconds = time.monotonic()
+        self._sessions: dict[Session, threading.Thread] = {}
+        self._sessions_lock = threading.Lock()
+        self._by_uid: Counter[int] = Counter()
+        self._active_count = 1
+        self._stopping = threading.Event()
+        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self._lock_fd = _locked_directory(self.path, settings)
+        try:
+            forms = KnownForms()
+            self.core = Core(settings, own_tiers(settings, forms) if lowers is None else lowers, forms)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        self.admin = Admin(self.core)
+
+    def start(self) -> None:
+        """Listen. TierError when the socket cannot be made."""
+        self.path.unlink(missing_ok=True)  # ours by the lock: whoever made it is dead
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(str(self.path))
+            os.chmod(self.path, 0o600 if self.settings.is_private else 0o666)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise TierError(f"socket {self.path}: cannot be made ({error.strerror})") from error
+        self._listener = listener
+        for work in (self._accept, self._watch):
+            thread = threading.Thread(target=work, name=f"kvstore-{work.__name__.strip('_')}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self.is_ready = True
+
+    def stop(self, drain_seconds: float | None = None) -> bool:
+        """Refuse new clients, end the others, write down what waits; whether all of it was. Idempotent."""
+        if self._stopping.is_set():
+            return True
+        self._stopping.set()
+        self.is_ready = False
+        if self._listener is not None:
+            self.path.unlink(missing_ok=True)
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._sessions_lock:
+            sessions = dict(self._sessions)
+        for session in sessions:
+            session.interrupt()
+        for thread in [*self._threads, *sessions.values()]:
+            thread.join(5.0)
+        drained = self.core.close(self.settings.drain_seconds if drain_seconds is None else drain_seconds)
+        os.close(self._lock_fd)
+        return drained
+
+    def stats(self) -> dict[str, Any]:
+        """A snapshot for dashboards: tiers, arenas, clients, leases, tenants, counts. Plain values only."""
+        with self._sessions_lock:
+            sessions = list(self._sessions)
+        return snapshot(self.core, sessions) | {
+            "ready": self.is_ready,
+            "uptime_seconds": time.monotonic() - self.started_seconds,
+        }
+
+    # connections -----------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        listener, window, accepted = self._listener, time.monotonic(), 0
+        assert listener is not None
+        while not self._stopping.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._stopping.is_set():
+                    return
+                self._count(f"accept_failed_{error.errno}")  # out of descriptors, say: those we have go on
+                time.sleep(0.05)
+                continue
+            now = time.monotonic()
+            if now - window >= 0.1:
+                window, accepted = now, 0
+            accepted += 1
+            if accepted > _ACCEPTS_PER_SECOND // 10:  # a flood waits in the backlog, not on everybody's time
+                self._count("accepts_delayed")
+                time.sleep(max(0.0, window + 0.1 - now))
+            self._welcome(sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        try:
+            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            uid &= 0xFFFFFFFF
+            cause = self._why_not(uid)
+            if cause is not None:
+                self._count(f"refused_{cause.name.lower()}")
+                sock.setblocking(False)
+                sock.send(protocol.encode(protocol.Refused(0, cause)))
+                close_heard(sock)
+                return
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LISTEN_BUFFER_BYTES)
+            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), lambda: self._active_count)
+        except OSError:
+            sock.close()
+            return
+        thread = threading.Thread(target=self._serve, args=(session,), name="kvstore-client", daemon=True)
+        with self._sessions_lock:
+            self._sessions[session] = thread
+            self._by_uid[uid] += 1
+        thread.start()
+
+    def _why_not(self, uid: int) -> Cause | None:
+        if not self.settings.may_connect(uid):
+            return Cause.UID
+        if self._stopping.is_set():
+            return Cause.STOPPING
+        with self._sessions_lock:
+            full = len(self._sessions) >= self.settings.clients_limit
+            return Cause.CLIENTS if full or self._by_uid[uid] >= self.settings.clients_per_uid else None
+
+    def _serve(self, session: Session) -> None:
+        try:
+            session.serve()
+        finally:
+            with self._sessions_lock:
+                self._sessions.pop(session, None)
+                self._by_uid[session.uid] -= 1
+                if not self._by_uid[session.uid]:
+                    del self._by_uid[session.uid]
+
+    def _watch(self) -> None:
+        """Clients that died while another process keeps their socket open, leases whose time is up, shares of rate."""
+        before: dict[Session, int] = {}
+        next_share = 0.0
+        while not self._stopping.wait(_TICK_SECONDS):
+            with self._sessions_lock:
+                sessions = list(self._sessions)
+            dead = set(_dead_of([one.holder.pid_fd for one in sessions if one.holder is not None]))
+            for session in sessions:
+                if session.holder is not None and session.holder.pid_fd in dead:
+                    session.interrupt()
+            self.core.reap(lambda holder: has_died(holder.pid_fd))
+            self.core.tick()
+            self.admin.tick()
+            if time.monotonic() >= next_share:
+                next_share = time.monotonic() + 0.5
+                busy = [one for one in sessions if one.request_count - before.get(one, 0) > 50]
+                self._active_count = max(1, len(busy))
+                before = {one: one.request_count for one in sessions}
+
+    def _count(self, cause: str) -> None:
+        with self.core.lock:
+            self.core.counts[cause] += 1
+
+
+def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:
+    """Disk and remote as the settings name them. What was opened is closed again when a later one cannot be."""
+    store, tiers = settings.store, list[Tier]()
+    try:
+        if store.disk_path:
+            from kvstore.disk_tier import DiskTier
+            from kvstore.executor import ThreadExecutor
+
+            executor = ThreadExecutor("kvstore-disk")
+            secret = store.secret.encode() or None
+            tiers.append(
+                DiskTier(store.disk_path, store.disk_bytes, executor, sync=store.disk_sync, specs=specs, secret=secret)
+            )
+        if store.redis_url:
+            from kvstore.executor import ThreadExecutor
+            from kvstore.redis_tier import RedisOptions, RedisTier
+
+            options = RedisOptions(lookup_executor=ThreadExecutor("kvstore-lookup"))
+            tiers.append(
+                RedisTier(
+                    store.redis_url,
+                    ThreadExecutor("kvstore-redis"),
+                    capacity_bytes=store.redis_bytes,
+                    ttl_seconds=store.redis_ttl_seconds,
+                    secret=store.secret.encode() or None,
+                    spec_of=specs,
+                    options=options,
+                )
+            )
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
+
+
+def _locked_directory(path: Path, settings: DaemonSettings) -> int:
+    """The socket's directory, made and locked for this daemon: a descriptor. TierError says who has it."""
+    directory = path.parent
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if settings.is_private and directory.stat().st_uid == os.geteuid() and directory.name == "kvstore":
+            directory.chmod(0o700)
+        elif not settings.is_private and directory.name == "kvstore":
+            directory.chmod(0o711)
+        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise TierError(f"socket {path}: its directory cannot be used ({error.strerror})") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise TierError(f"socket {path}: a daemon runs there already, process {holder}") from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _pid_fd(sock: socket.socket, pid: int) -> int:
+    """The peer as a descriptor that cannot come to mean another process; -1 where there is none."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _PEER_PID_FD)
+    except OSError:
+        try:
+            return os.pidfd_open(pid) if pid > 0 else -1
+        except OSError:
+            return -1
+
+
+def _dead_of(pid_fds: Sequence[int]) -> list[int]:
+    poller = select.poll()
+    for descriptor in pid_fds:
+        if descriptor >= 0:
+            poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, event in poller.poll(0) if not event & select.POLLNVAL]

@@ -1,0 +1,329 @@
+"""One connection: messages in, answers out, on a thread of its own. What it holds ends with it.
+
+A message that does not decode ends the connection, and so does a fatal refusal; every refusal is counted by cause. A
+client that does not read its answers blocks only this thread, and not for longer than the send timeout.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from allocator.errors import TierError, UsageError
+from kvstore.copy_key import CopyKey
+from kvstore.daemon import protocol
+from kvstore.daemon.core import Core, RefusedError
+from kvstore.daemon.forms import Form
+from kvstore.daemon.protocol import Cause, split_hashes
+
+if TYPE_CHECKING:
+    from kvstore.daemon.holder import Holder
+
+HELLO_SECONDS = 1.0
+SEND_SECONDS = 1.0
+_BURST_SECONDS = 0.25  # of the rate that one connection may take at once
+_LEAST_RATE = 200
+
+
+def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    """Kernel timeouts: no poll before each call, as Python's own would make."""
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+class Session:
+    """See the module. uid, pid: the peer's, from the kernel; others: how many connections share the request rate."""
+
+    def __init__(
+        self, core: Core, sock: socket.socket, uid: int, pid: int, pid_fd: int, others: Callable[[], int]
+    ) -> None:
+        self.uid, self.pid = uid, pid
+        self.request_count = 0
+        self.refused_count = 0
+        self.holder: Holder | None = None
+        self._core = core
+        self._sock = sock
+        self._pid_fd = pid_fd
+        self._others = others
+        self._forms: dict[int, Form] = {}
+        self._said_goodbye = False
+        self._tokens = 1.0
+        self._refilled = time.monotonic()
+        self._handlers: dict[type[protocol.Request], Callable[[Any], protocol.Answer | None]] = {
+            protocol.Form: self._form,
+            protocol.Run: self._run,
+            protocol.Contains: self._contains,
+            protocol.Acquire: self._acquire,
+            protocol.Release: self._release,
+            protocol.Reserve: self._reserve,
+            protocol.Publish: self._publish,
+            protocol.Abandon: self._abandon,
+            protocol.Touch: self._touch,
+            protocol.Delete: self._delete,
+            protocol.Clear: self._clear,
+            protocol.Pin: self._pin,
+            protocol.Unpin: self._unpin,
+            protocol.Suspect: self._suspect,
+            protocol.Map: self._map,
+            protocol.Return: self._return,
+            protocol.Ping: self._ping,
+            protocol.Disown: self._disown,
+        }
+
+    def serve(self) -> None:
+        """Until the connection ends. Never raises for what a client does."""
+        sock = self._sock
+        try:
+            set_timeout(sock, socket.SO_RCVTIMEO, HELLO_SECONDS)
+            set_timeout(sock, socket.SO_SNDTIMEO, SEND_SECONDS)
+            buffer = memoryview(bytearray(protocol.LONGEST_BYTES + 1))
+            if self._hello(sock.recv_into(buffer), buffer):
+                set_timeout(sock, socket.SO_RCVTIMEO, 0)
+                while self._one(sock.recv_into(buffer), buffer):
+                    pass
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+                self._count("refused_slow")
+        finally:
+            self._end()
+
+    def interrupt(self) -> None:
+        """End it from another thread."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    # messages --------------------------------------------------------------------------------------------------------
+
+    def _hello(self, length: int, buffer: memoryview) -> bool:
+        core = self._core
+        message = self._decoded(length, buffer)
+        if message is None:
+            return False
+        if not isinstance(message, protocol.Hello) or message.magic != protocol.MAGIC:
+            self._refuse(message.seq, RefusedError(Cause.EARLY, "expected Hello first", is_fatal=True))
+            return False
+        if message.version != protocol.VERSION:
+            text = f"version {message.version}; expected {protocol.VERSION}"
+            self._refuse(message.seq, RefusedError(Cause.VERSION, text, is_fatal=True))
+            return False
+        self.holder = core.join(message.client, self.uid, self.pid, self._pid_fd)
+        self._pid_fd = -1
+        settings = core.settings
+        capacity = core.pool.limit * settings.segment_bytes
+        times = (settings.lease_seconds, settings.write_lease_seconds)
+        token = self.holder.token
+        self._send(protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token))
+        return True
+
+    def _one(self, length: int, buffer: memoryview) -> bool:
+        """One message; False ends the connection."""
+        message = self._decoded(length, buffer)
+        if message is None:
+            return False
+        self.request_count += 1
+        self._tokens -= 1
+        if self._tokens < 0:
+            self._wait_for_tokens()
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            if isinstance(message, protocol.Goodbye):
+                self._said_goodbye = True
+            else:
+                self._refuse(message.seq, RefusedError(Cause.EARLY, "a second Hello", is_fatal=True))
+            return False
+        try:
+            answer = handler(message)
+        except RefusedError as refused:
+            self._refuse(message.seq, refused)
+            return not refused.is_fatal
+        except (TierError, UsageError) as error:
+            self._refuse(message.seq, RefusedError(Cause.LOWER, str(error)))
+            return True
+        if answer is not None:
+            self._send(answer)
+        return True
+
+    def _decoded(self, length: int, buffer: memoryview) -> Any:
+        """The message, or None when there is none (the end) or it cannot be one (counted)."""
+        if length == 0:
+            return None
+        if length > protocol.LONGEST_BYTES:
+            self._refuse(0, RefusedError(Cause.OVERSIZED, f"expected at most {protocol.LONGEST_BYTES} bytes"))
+            return None
+        try:
+            return protocol.decode_request(buffer[:length])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._refuse(0, RefusedError(Cause.GARBAGE, str(error)[:200]))
+            return None
+
+    def _send(self, answer: protocol.Answer) -> None:
+        self._sock.send(protocol.encode(answer))
+
+    def _refuse(self, seq: int, refused: RefusedError) -> None:
+        self.refused_count += 1
+        self._count(f"refused_{refused.cause.name.lower()}")
+        self._send(protocol.Refused(seq, refused.cause, refused.message))
+
+    def _count(self, cause: str) -> None:
+        with self._core.lock:
+            self._core.counts[cause] += 1
+
+    def _wait_for_tokens(self) -> None:
+        """This connection's part of the request rate is used up: its next request waits."""
+        now = time.monotonic()
+        rate = max(_LEAST_RATE, self._core.settings.requests_per_second / max(1, self._others()))
+        burst = rate * _BURST_SECONDS
+        self._tokens = min(burst, self._tokens + (now - self._refilled) * rate)
+        self._refilled = now
+        if self._tokens < 0:
+            self._count("throttled")
+            time.sleep(min(0.1, -self._tokens / rate + 0.002))
+
+    def _end(self) -> None:
+        try:
+            if self.holder is not None:
+                holder = self.holder
+                self._core.leave(holder, is_dead=self._said_goodbye or not holder.segments or has_died(holder.pid_fd))
+        finally:
+            close_heard(self._sock)
+            if self._pid_fd >= 0:
+                os.close(self._pid_fd)
+
+    # handlers --------------------------------------------------------------------------------------------------------
+
+    def _named(self, number: int) -> tuple[Holder, Form]:
+        form, holder = self._forms.get(number), self.holder
+        if form is None or holder is None:
+            raise RefusedError(Cause.FORM, f"form {number} has not been named")
+        return holder, form
+
+    def _hashes(self, hashes: bytes) -> tuple[bytes, ...]:
+        try:
+            return split_hashes(hashes)
+        except ValueError as error:
+            raise RefusedError(Cause.GARBAGE, str(error), is_fatal=True) from None
+
+    @property
+    def _own(self) -> Holder:
+        assert self.holder is not None
+        return self.holder
+
+    def _form(self, message: protocol.Form) -> protocol.Answer:
+        if message.form in self._forms or len(self._forms) >= protocol.MOST_FORMS:
+            raise RefusedError(Cause.FORM, f"form {message.form}: named before, or one too many")
+        spans = (message.heads, message.layers)
+        try:
+            template = CopyKey(
+                message.root, message.group, bytes(32), message.codec, message.exact, *spans, message.parameters
+            )
+            domain = self._core.settings.domain_of(self.uid)
+            dims = (message.block_tokens, message.key_dim, message.value_dim, message.dtype)
+            form = self._forms[message.form] = Form(template, *dims, message.tenant, domain)
+            self._core.known_forms.learn(form)
+        except UsageError as error:
+            raise RefusedError(Cause.GARBAGE, str(error), is_fatal=True) from None
+        return protocol.Count(message.seq, 0)
+
+    def _run(self, message: protocol.Run) -> protocol.Answer:
+        found, pending = self._core.run(*self._named(message.form), self._hashes(message.hashes))
+        return protocol.Count(message.seq, found, pending)
+
+    def _contains(self, message: protocol.Contains) -> protocol.Answer:
+        flags = self._core.contains(*self._named(message.form), self._hashes(message.hashes))
+        return protocol.Flags(message.seq, flags)
+
+    def _acquire(self, message: protocol.Acquire) -> protocol.Answer:
+        holder, form = self._named(message.form)
+        found = self._core.acquire(holder, form, self._hashes(message.hashes), message.payload_bytes)
+        return protocol.Places(message.seq, *found)
+
+    def _release(self, message: protocol.Release) -> None:
+        self._count_stale(self._core.release(self._own, message.leases))
+
+    def _reserve(self, message: protocol.Reserve) -> protocol.Answer:
+        hashes, parents = self._hashes(message.hashes), self._hashes(message.parents)
+        places = self._core.reserve(*self._named(message.form), hashes, parents, message.frame_bytes)
+        return protocol.Places(message.seq, 0, places)
+
+    def _publish(self, message: protocol.Publish) -> protocol.Answer:
+        return protocol.Flags(message.seq, self._core.publish(self._own, message.leases))
+
+    def _abandon(self, message: protocol.Abandon) -> None:
+        self._count_stale(self._core.abandon(self._own, message.leases))
+
+    def _touch(self, message: protocol.Touch) -> None:
+        self._core.touch(*self._named(message.form), self._hashes(message.hashes))
+
+    def _delete(self, message: protocol.Delete) -> protocol.Answer:
+        count = self._core.delete(*self._named(message.form), self._hashes(message.hashes))
+        return protocol.Count(message.seq, count)
+
+    def _clear(self, message: protocol.Clear) -> protocol.Answer:
+        is_owner = self.uid == os.geteuid()
+        count = self._core.clear(self._own.arena, list(self._forms.values()), all_allowed=is_owner)
+        return protocol.Count(message.seq, count)
+
+    def _pin(self, message: protocol.Pin) -> protocol.Answer:
+        flags = self._core.pin(*self._named(message.form), self._hashes(message.hashes))
+        return protocol.Flags(message.seq, flags)
+
+    def _unpin(self, message: protocol.Unpin) -> protocol.Answer:
+        self._core.unpin(*self._named(message.form), self._hashes(message.hashes))
+        return protocol.Count(message.seq, 0)
+
+    def _suspect(self, message: protocol.Suspect) -> None:
+        self._core.suspect(*self._named(message.form), self._hashes(message.hashes))
+
+    def _map(self, message: protocol.Map) -> None:
+        sizes, descriptors = self._core.descriptors(self._own, message.segments, writable=message.writable)
+        try:
+            socket.send_fds(self._sock, [protocol.encode(protocol.Segments(message.seq, sizes))], descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _return(self, message: protocol.Return) -> None:
+        self._core.give_back(self._own, message.segments)
+
+    def _ping(self, message: protocol.Ping) -> protocol.Answer:
+        return protocol.Pong(message.seq, *self._core.news(self._own))
+
+    def _disown(self, message: protocol.Disown) -> protocol.Answer:
+        return protocol.Count(message.seq, int(self._core.disown(self._own, message.token)))
+
+    def _count_stale(self, count: int) -> None:
+        if count:
+            self.refused_count += count
+            with self._core.lock:
+                self._core.counts["refused_stale"] += count
+
+
+def has_died(pid_fd: int) -> bool:
+    """Whether the process is gone; where it cannot be known (-1), its connection's end is taken for its own."""
+    if pid_fd < 0:
+        return True
+    import select
+
+    poller = select.poll()
+    poller.register(pid_fd, select.POLLIN)
+    return bool(poller.poll(20))
+
+
+def close_heard(sock: socket.socket) -> None:
+    """Close so that what was sent last is still read: unread packets would make the kernel drop it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+        while sock.recv(1, socket.MSG_DONTWAIT):
+            pass
+    except OSError:
+        pass
+    finally:
+        sock.close()

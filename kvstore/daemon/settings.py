@@ -1,0 +1,195 @@
+"""The settings of `kvstore serve`: one frozen value, from TOML, the environment and flags, each over the one before.
+
+The table [kvstore] (and KVSTORE_<KEY>) says what a store's says: host_bytes, disk_path, redis_url, secret and the rest.
+The table [daemon] (and KVSTORE_DAEMON_<KEY>) says what only a daemon has. Pure values; no lock, any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from allocator.errors import ConfigError
+from kvstore.config import _BYTES, KVStoreConfig, _key, _path, _read, _real, _RefusedError, _size, _whole
+from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
+from kvstore.daemon.segments import PAGE_BYTES
+
+TOML_TABLE = "daemon"
+_MOST_SEGMENTS = 192  # each costs a client two descriptors
+_LEAST_SEGMENTS = 16  # wanted: fewer make changes of size and holder coarse
+_SEGMENT_BYTES = 32 << 20
+_HUGE_BYTES = 2 << 20
+_UID_TEXT = "user ids, as a list or as text '1000, 1001'"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def _uids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise _RefusedError
+    return tuple(_whole(0, (1 << 32) - 2)(one) for one in value)
+
+
+def _domains(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping | tuple | list):
+        raise _RefusedError
+    found = tuple((name, _uids(uids)) for name, uids in pairs)
+    uids = [uid for _, some in found for uid in some]
+    if len(set(uids)) < len(uids) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name, _ in found):
+        raise _RefusedError
+    return found
+
+
+def _quotas(value: Any) -> tuple[tuple[str, int], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping | tuple | list):
+        raise _RefusedError
+    found = tuple((name, _size(quota)) for name, quota in pairs)
+    if not all(
+        isinstance(name, str) and len(name) <= 64 and name.isascii() and name.isprintable() for name, _ in found
+    ):
+        raise _RefusedError
+    return found
+
+
+def default_socket_path() -> str:
+    """In the user's runtime directory, or /run for root."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else f"/tmp/kvstore-{os.geteuid()}")
+    return os.path.join(base, "kvstore", "daemon.sock")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonSettings:
+    """Sizes take ints or text such as "4 GiB"."""
+
+    store: KVStoreConfig = field(default_factory=KVStoreConfig)
+    """What a store would say of its host, disk and remote tiers."""
+    socket_path: str = _key("", "a path, or '' for the user's runtime directory", _path)
+    """Where clients connect; its directory belongs to the daemon."""
+    segment_bytes: int = _key(0, _BYTES, _size)
+    """Shared memory is given out in pieces of this size, the longest that a frame may be; 0: chosen from host_bytes."""
+    allowed_uids: tuple[int, ...] = _key((), _UID_TEXT, _uids)
+    """Who may connect besides the daemon's own user."""
+    domains: tuple[tuple[str, tuple[int, ...]], ...] = _key(
+        (), "names, each with the user ids that trust each other", _domains
+    )
+    """Users that share an arena; every other user has one of their own."""
+    quotas: tuple[tuple[str, int], ...] = _key((), "names of tenants, each with a byte count", _quotas)
+    """Most bytes of a tenant's copies in the arena."""
+    lease_seconds: float = _key(10.0, "a number in (0, 3600]", _real(0, 3600, above=True))
+    """Life of a read lease; a reader that is slower finds out by the checksum."""
+    write_lease_seconds: float = _key(10.0, "a number in (0, 3600]", _real(0, 3600, above=True))
+    """After this long a slot that is being written is quarantined."""
+    clients_limit: int = _key(256, "an int in [1, 4096]", _whole(1, 4096))
+    clients_per_uid: int = _key(64, "an int in [1, 4096]", _whole(1, 4096))
+    leases_per_client: int = _key(8192, "an int in [512, 2**20]", _whole(512, 1 << 20))
+    """Copies under read leases, under write leases and pinned, each."""
+    requests_per_second: int = _key(40000, "an int in [100, 10**7]", _whole(100, 10**7))
+    """Shared by all connections; one that asks for more than its part waits."""
+    spill_queue_bytes: int = _key(256 << 20, _BYTES, _size)
+    """Most that waits for a lower tier, at most a quarter of host_bytes."""
+    drain_seconds: float = _key(10.0, "a number in [0, 3600]", _real(0, 3600))
+    """How long a stop waits for what is still to be written down."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if "read" in one.metadata:
+                object.__setattr__(self, one.name, _read(one.name, one.metadata, getattr(self, one.name)))
+        if not self.socket_path:
+            object.__setattr__(self, "socket_path", default_socket_path())
+        if len(self.socket_path.encode()) > 100:
+            raise ConfigError(f"socket_path: got {len(self.socket_path)} characters; expected at most 100")
+        if self.store.host_bytes < PAGE_BYTES:
+            raise ConfigError(f"host_bytes: got {self.store.host_bytes}; expected at least {PAGE_BYTES} for a daemon")
+        object.__setattr__(self, "segment_bytes", self.segment_bytes or _chosen_segment(self.store.host_bytes))
+        if self.segment_bytes % PAGE_BYTES or not 0 < self.segment_bytes <= self.store.host_bytes:
+            raise ConfigError(
+                f"segment_bytes: got {self.segment_bytes}; expected a multiple of {PAGE_BYTES} up to host_bytes "
+                f"({self.store.host_bytes})"
+            )
+
+    @property
+    def tenant_quotas(self) -> dict[str, int]:
+        return dict(self.quotas)
+
+    def may_connect(self, uid: int) -> bool:
+        return uid == os.geteuid() or uid in self.allowed_uids or any(uid in uids for _, uids in self.domains)
+
+    def domain_of(self, uid: int) -> str:
+        """Name of the trust domain; "" is the daemon's own user."""
+        for name, uids in self.domains:
+            if uid in uids:
+                return name
+        return "" if uid == os.geteuid() else f"uid-{uid}"
+
+    @property
+    def is_private(self) -> bool:
+        """Nobody but the daemon's own user may connect, so nobody else may reach the socket."""
+        return not self.allowed_uids and not self.domains
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        flags: Mapping[str, Any] | None = None,
+    ) -> DaemonSettings:
+        """A file (None: defaults), the environment over it (None: os.environ), and over both the flags: keys of either
+        table, those that are None left out."""
+        environ = os.environ if environ is None else environ
+        given = _daemon_table(path)
+        store = KVStoreConfig.load(path, environ)
+        given |= {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        own = {one.name for one in fields(cls)} - {"store"}
+        for name, value in (flags or {}).items():
+            if value is not None and name in own:
+                given[name] = value
+            elif value is not None:
+                store = replace(store, **{name: value})
+        for name in given:
+            if name not in own:
+                raise ConfigError(f"daemon settings: unknown key {name!r}; expected one of {', '.join(sorted(own))}")
+        return cls(store=store, **given)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What is in force, without secrets."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "store"}
+        kept = (
+            "host_bytes",
+            "host_prefault",
+            "disk_path",
+            "disk_bytes",
+            "disk_sync",
+            "redis_ttl_seconds",
+            "redis_bytes",
+        )
+        return own | {name: getattr(self.store, name) for name in kept} | {"redis": bool(self.store.redis_url)}
+
+
+def _chosen_segment(host_bytes: int) -> int:
+    """32 MiB, more where there would be too many, fewer where the budget is small."""
+    unit = _HUGE_BYTES if host_bytes >= _LEAST_SEGMENTS * _HUGE_BYTES else PAGE_BYTES
+    size = max(min(_SEGMENT_BYTES, host_bytes // _LEAST_SEGMENTS), host_bytes // _MOST_SEGMENTS)
+    return max(unit, size // unit * unit)
+
+
+def _daemon_table(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); expected TOML in UTF-8") from error
+    if "kvstore" not in document:
+        raise ConfigError(f"{path}: no table [kvstore]; expected it with host_bytes, and [daemon]")
+    table = document.get(TOML_TABLE, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: key {TOML_TABLE!r} is {table!r}; expected a table")
+    return dict(table)

@@ -1,0 +1,171 @@
+"""Reading traces: Mooncake's and Alibaba Bailian's JSON lines, and our own (docs/formats/trace.md).
+
+Every line is checked; what is wrong raises TraceError with the line and the reason. Lines stream: the text of a trace
+is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvstore.simulation.trace import KEY_MAX, Request, Trace, TraceError, build
+
+FORMATS = ("mooncake", "bailian", "kvstore")
+_BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}
+_TOKENS_MAX = 1 << 31
+_SECONDS_MAX = 1e10
+_HASH_DIGITS = 16
+_Line = dict[str, Any]
+
+
+def read(path: Path, form: str | None = None, block_tokens: int | None = None) -> Trace:
+    """The trace in `path`. `form`: one of FORMATS, None: by its first line. `block_tokens`: None: what the form has."""
+    if form is not None and form not in FORMATS:
+        raise TraceError(f"trace format: got {form!r}; expected one of {', '.join(FORMATS)}")
+    try:
+        with path.open("rb") as file:
+            first = next(iter(file), b"")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}; expected a trace that can be read") from None
+    place = f"{path.name}, line 1"
+    head = _parsed(first, place)
+    if form is None:
+        form = "kvstore" if "format" in head else "bailian" if "chat_id" in head else "mooncake"
+    if form == "kvstore":
+        tokens = _header(head, place)
+        if block_tokens not in (None, tokens):
+            raise TraceError(f"{place}: the trace has blocks of {tokens} tokens, asked for {block_tokens}")
+    else:
+        tokens = _BLOCK_TOKENS[form] if block_tokens is None else block_tokens
+    return build(path.stem, tokens, _requests(path, form))
+
+
+def _header(head: _Line, place: str) -> int:
+    if head.get("format") != "kvstore-trace" or head.get("version") != 1:
+        raise TraceError(
+            f"{place}: got format {head.get('format')!r} version {head.get('version')!r}; "
+            "expected 'kvstore-trace' version 1"
+        )
+    return _whole(head, "block_tokens", place, least=1, most=65_536)
+
+
+def _requests(path: Path, form: str) -> Iterator[Request]:
+    convert: Callable[[_Line, str, dict[int, int]], Request] = {
+        "mooncake": _mooncake,
+        "bailian": _bailian,
+        "kvstore": _recorded,
+    }[form]
+    before = -math.inf
+    chats: dict[int, int] = {}
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if (number == 1 and form == "kvstore") or not text.strip():
+                continue
+            place = f"{path.name}, line {number}"
+            request = convert(_parsed(text, place), place, chats)
+            if request.seconds < before:
+                raise TraceError(
+                    f"{place}: got time {request.seconds} s after {before} s; expected requests in order of time"
+                )
+            before = request.seconds
+            yield request
+
+
+def _parsed(text: bytes, place: str) -> _Line:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{place}: got what is no JSON ({error}); expected one object a line") from None
+    if not isinstance(line, dict):
+        raise TraceError(f"{place}: got {type(line).__name__}; expected one JSON object a line")
+    return line
+
+
+def _mooncake(line: _Line, place: str, chats: dict[int, int]) -> Request:
+    del chats
+    return Request(
+        _number(line, "timestamp", place) / 1000,
+        _whole(line, "input_length", place, least=0, most=_TOKENS_MAX),
+        _whole(line, "output_length", place, least=0, most=_TOKENS_MAX),
+        _ids(line, place),
+    )
+
+
+def _bailian(line: _Line, place: str, chats: dict[int, int]) -> Request:
+    chat = _whole(line, "chat_id", place, least=0, most=KEY_MAX)
+    if chat in chats:
+        raise TraceError(f"{place}: got chat_id {chat} again; expected each once")
+    parent = line.get("parent_chat_id", -1)
+    chats[chat] = chats.get(parent, chat) if isinstance(parent, int) else chat
+    return Request(
+        _number(line, "timestamp", place),
+        _whole(line, "input_length", place, least=0, most=_TOKENS_MAX),
+        _whole(line, "output_length", place, least=0, most=_TOKENS_MAX),
+        _ids(line, place),
+        session=chats[chat] + 1,
+    )
+
+
+def _recorded(line: _Line, place: str, chats: dict[int, int]) -> Request:
+    del chats
+    text = line.get("hashes")
+    if not isinstance(text, str) or len(text) % _HASH_DIGITS:
+        raise TraceError(f"{place}: hashes: got {_shown(text)}; expected {_HASH_DIGITS} hexadecimal digits a block")
+    try:
+        raw = bytes.fromhex(text)
+        session = int(line.get("session", "0"), 16)
+    except (ValueError, TypeError):
+        raise TraceError(f"{place}: hashes or session: expected hexadecimal digits only") from None
+    ids = [int.from_bytes(raw[start : start + 8], "big") for start in range(0, len(raw), 8)]
+    return Request(
+        _number(line, "seconds", place),
+        _whole(line, "input_tokens", place, least=0, most=_TOKENS_MAX),
+        _whole(line, "output_tokens", place, least=0, most=_TOKENS_MAX),
+        _distinct(ids, place),
+        session=session & KEY_MAX,
+    )
+
+
+def _ids(line: _Line, place: str) -> list[int]:
+    ids = line.get("hash_ids")
+    if not isinstance(ids, list):
+        raise TraceError(f"{place}: hash_ids: got {_shown(ids)}; expected a list of block ids")
+    if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= KEY_MAX):
+        wrong = next(one for one in ids if type(one) is not int or not 0 <= one <= KEY_MAX)
+        raise TraceError(f"{place}: hash_ids: got {_shown(wrong)}; expected ints in [0, 2^64)")
+    return _distinct(ids, place)
+
+
+def _distinct(ids: list[int], place: str) -> list[int]:
+    if len(set(ids)) < len(ids):
+        seen: set[int] = set()
+        twice = next(one for one in ids if one in seen or seen.add(one))  # type: ignore[func-returns-value]
+        raise TraceError(f"{place}: got block id {twice} twice; expected an id to stand for one prefix")
+    return ids
+
+
+def _whole(line: _Line, name: str, place: str, least: int, most: int) -> int:
+    value = line.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise TraceError(f"{place}: {name}: got {_shown(value)}; expected an int in [{least}, {most}]")
+    return value
+
+
+def _number(line: _Line, name: str, place: str) -> float:
+    value = line.get(name)
+    if type(value) not in (int, float) or not 0 <= value <= _SECONDS_MAX * 1000:  # type: ignore[operator]
+        raise TraceError(f"{place}: {name}: got {_shown(value)}; expected a time >= 0 and at most {_SECONDS_MAX:g} s")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if type(value) is int and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,120 @@
+"""A trace: what requests asked for and when, as arrays, so that twenty million blocks fit a small memory.
+
+Read by `kvstore.simulation.reading`, made by `kvstore.simulation.workloads`, replayed by `kvstore.simulation.replay`.
+Immutable; processes share it by fork. A block is known by a 64-bit key, well mixed, that stands for its whole prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from allocator import ConfigError
+
+Keys: TypeAlias = "npt.NDArray[np.uint64]"
+Counts: TypeAlias = "npt.NDArray[np.int64]"
+KEY_MAX = (1 << 64) - 1
+
+
+class TraceError(ConfigError):
+    """A trace that cannot be replayed: where, what was found, what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line of a trace. block_ids: one a block of the prompt, a partly filled last one included."""
+
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    block_ids: list[int]
+    session: int = 0  # 0: not told
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """starts[i]:starts[i + 1] are the blocks of request i; the first full_counts[i] of them can be shared."""
+
+    name: str
+    block_tokens: int
+    keys: Keys
+    starts: Counts
+    full_counts: Counts
+    input_tokens: Counts
+    output_tokens: Counts
+    seconds: npt.NDArray[np.float64]
+    sessions: Keys
+    unique_count: int
+
+    def __len__(self) -> int:
+        return len(self.full_counts)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that requests present, all together."""
+        return len(self.keys)
+
+    def capacity_blocks(self, percent: float) -> int:
+        """That share of the unique blocks, rounded down, at least one."""
+        return max(1, int(self.unique_count * percent / 100))
+
+
+def build(name: str, block_tokens: int, requests: Iterable[Request]) -> Trace:
+    """A trace of requests in order of time (the caller has checked them)."""
+    if block_tokens < 1:
+        raise TraceError(f"{name}: got blocks of {block_tokens} tokens; expected at least 1")
+    keys, columns = _collected(requests)
+    if not columns:
+        raise TraceError(f"{name}: got no request; expected at least one")
+    lengths = np.array([row[0] for row in columns], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    input_tokens = np.array([row[1] for row in columns], dtype=np.int64)
+    mixed = mix(keys)
+    return Trace(
+        name=name,
+        block_tokens=block_tokens,
+        keys=mixed,
+        starts=starts,
+        full_counts=np.minimum(lengths, input_tokens // block_tokens),
+        input_tokens=input_tokens,
+        output_tokens=np.array([row[2] for row in columns], dtype=np.int64),
+        seconds=np.array([row[3] for row in columns], dtype=np.float64),
+        sessions=np.array([row[4] for row in columns], dtype=np.uint64),
+        unique_count=len(np.unique(mixed)),
+    )
+
+
+def _collected(requests: Iterable[Request]) -> tuple[Keys, list[tuple[int, int, int, float, int]]]:
+    pieces: list[Keys] = []
+    pending: list[int] = []
+    columns = []
+    for one in requests:
+        pending += one.block_ids
+        columns.append((len(one.block_ids), one.input_tokens, one.output_tokens, one.seconds, one.session))
+        if len(pending) > 1 << 16:
+            pieces.append(np.array(pending, dtype=np.uint64))
+            pending = []
+    pieces.append(np.array(pending, dtype=np.uint64))
+    return np.concatenate(pieces), columns
+
+
+def mix(numbers: Keys) -> Keys:
+    """A one-to-one mixing of 64 bits (splitmix64), so that any bits of a key are as good as any others."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def each(trace: Trace) -> Iterator[tuple[int, Keys, list[bytes]]]:
+    """(number, keys of the full blocks, the same as names) of every request."""
+    starts, full_counts = trace.starts.tolist(), trace.full_counts.tolist()
+    keys = trace.keys
+    for number, full in enumerate(full_counts):
+        own = keys[starts[number] : starts[number] + full]
+        raw = own.tobytes()
+        yield number, own, [raw[place : place + 8] for place in range(0, 8 * full, 8)]

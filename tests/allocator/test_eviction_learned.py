@@ -1,0 +1,118 @@
+"""The learning policy and its rivals under random use, and what the learning policy learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from allocator.eviction import EvictionPolicy, Usable
+from allocator.eviction_learned import Learned
+from allocator.eviction_reuse import BINS, ReuseMemory
+from allocator.eviction_rivals import ARC, LRU2, S3FIFO, WTinyLFU
+from allocator.eviction_shadow import ShadowCache
+
+IDS = 60
+
+
+def keys(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def all_but(held: set[int]) -> Usable:
+    return lambda ids: np.array([int(one) not in held for one in ids], dtype=bool)
+
+
+@pytest.mark.parametrize("policy", [Learned, LRU2, S3FIFO, ARC, WTinyLFU])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_idle_block_goes_once_and_no_other(policy: Callable[[int], EvictionPolicy], seed: int) -> None:
+    numbers = random.Random(seed)
+    order = policy(IDS)
+    idle: set[int] = set()
+    held: set[int] = set()
+    for tick in range(1, 601):
+        free = [one for one in range(IDS) if one not in idle]
+        choice = numbers.random()
+        if choice < 0.5 and free:
+            batch = numbers.sample(free, min(len(free), numbers.randint(1, 6)))
+            order.observe(batch[::-1], keys(*(numbers.randrange(200) * 64 + place for place in range(len(batch)))))
+            order.idle(batch, tick)
+            idle |= set(batch)
+        elif choice < 0.6 and idle:
+            batch = numbers.sample(sorted(idle), min(len(idle), 3))
+            (order.busy if numbers.random() < 0.6 else order.forget)(batch)
+            idle -= set(batch)
+        elif choice < 0.7:
+            held = set(numbers.sample(range(IDS), 20)) if numbers.random() < 0.7 else set()
+        else:
+            wanted = numbers.randint(1, 5)
+            usable = all_but(held) if held else None
+            may_go = idle - held
+            assert set(order.peek(wanted, usable).tolist()) <= may_go
+            gone = [int(one) for one in order.victims(wanted, usable)]
+            assert len(set(gone)) == len(gone) == min(wanted, len(may_go))
+            assert set(gone) <= may_go
+            idle -= set(gone)
+        assert len(order) == len(idle)
+    assert {int(one) for one in order.victims(IDS)} == idle
+    assert len(order) == 0
+
+
+def test_what_it_would_evict_next_is_what_it_evicts() -> None:
+    numbers = random.Random(9)
+    order = Learned(IDS)
+    for tick in range(1, 20):
+        batch = [3 * tick, 3 * tick + 1, 3 * tick + 2]
+        order.observe(batch[::-1], keys(*(numbers.randrange(1000) for _ in batch)))
+        order.idle(batch, tick)
+    assert order.peek(25).tolist() == order.victims(25)
+
+
+def test_without_being_told_anything_it_is_lru() -> None:
+    order = Learned(IDS)
+    order.idle([5, 4, 3], 1)
+    order.idle([2, 1], 2)
+    order.busy([4])
+    order.idle([4], 3)
+    assert order.since(4) == 3
+    assert order.victims(9) == [5, 3, 2, 1, 4]
+
+
+def test_a_block_that_enters_late_keeps_its_age_and_a_run_goes_as_one() -> None:
+    order = Learned(IDS)
+    for tick in range(1, 9):
+        order.idle([tick], tick)
+    order.idle([20], 3)
+    assert order.victims(9).index(20) in (2, 3)
+    order.idle([30, 31, 32], 20, run=True)
+    order.idle([33], 21)
+    assert order.victims(1) == [30, 31, 32]
+
+
+def test_classes_that_come_back_are_kept_longer_than_those_that_never_do() -> None:
+    memory = ReuseMemory(400)
+    numbers = random.Random(1)
+    levels = {}
+    for turn in range(4000):
+        if turn % 2:  # one of 60 chains of 5 blocks: always the same
+            first = 10_000 + 5 * numbers.randrange(60)
+            levels["again"] = int(memory.observe(keys(*range(first, first + 5)))[0].max())
+        else:
+            first = 100_000 + 20 * turn
+            levels["never"] = int(memory.observe(keys(*range(first, first + 20)))[0].max())
+    assert levels["again"] > levels["never"] + 4
+    assert levels["never"] == 0
+    assert len(memory.ages) == BINS + 1
+
+
+def test_a_shadow_keeps_parents_with_their_children_and_within_its_room() -> None:
+    shadow = ShadowCache(4)
+    shadow.request([1, 2, 3], [9.0, 5.0, 8.0])
+    shadow.request([4], [6.0])
+    shadow.request([1, 2, 3], [1.0, 1.0, 1.0])
+    assert shadow.hits == 3
+    shadow.request([7, 8], [9.0, 9.0])  # takes the places of 4, and of the leaf 3
+    shadow.request([1, 2, 3], [9.0, 9.0, 9.0])
+    assert shadow.hits == 5

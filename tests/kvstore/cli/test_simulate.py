@@ -1,0 +1,95 @@
+"""`kvstore simulate`: rows, table and page; parallel runs equal serial ones; bad usage exits with 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli import main
+
+WORKLOAD = ("simulate", "--workload", "rag", "--requests", "300", "--capacity-percent", "2,20")
+
+
+def test_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORKLOAD, "--policy", "lru,default,belady", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["trace"]["requests"] == 300
+    assert [(row["policy"], row["capacity_percent"]) for row in report["rows"]] == [
+        (policy, percent) for policy in ("lru", "default", "belady") for percent in (2, 20)
+    ]
+    for row in report["rows"]:
+        assert 0 < row["block_hit_ratio"] <= row["token_hit_ratio"] < 1
+        assert row["evictions"] > 0
+        assert row["ttft_seconds_mean"] < row["ttft_seconds_mean_without_cache"]
+
+
+def test_the_table_names_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORKLOAD, "--policy", "lru", "--codec", "raw,int4", "--jobs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "300 requests" in lines[0]
+    assert [line.split()[0] for line in lines[2:]] == ["lru"] * 4
+    assert [line.split()[4] for line in lines[2:]] == ["raw", "raw", "int4", "int4"]
+
+
+def test_many_processes_come_to_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for jobs in ("1", "3"):
+        assert main([*WORKLOAD, "--json", "-", "--jobs", jobs]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        found.append([{**row, "seconds": 0} for row in rows])
+    assert found[0] == found[1]
+
+
+def test_the_page_stands_alone_and_has_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main([*WORKLOAD, "--policy", "lru", "--html", str(page)]) == 0
+    assert "belady" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<polyline") == 2
+    assert 'class="line bound"' in text
+    assert "<script" not in text
+    assert "http" not in text
+
+
+def test_one_host_is_run_once_whatever_the_routings(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--policy", "lru", "--hosts", "1,2", "--routing", "random,prefix", "--json", "-"]
+    assert main([*WORKLOAD, *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["hosts"], row["routing"]) for row in rows[::2]] == [(1, "-"), (2, "random"), (2, "prefix")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "expected either --trace or --workload"),
+        (("--workload", "rag", "--policy", "mru"), "policy: got 'mru'"),
+        (("--workload", "rag", "--capacity-percent", "x"), "--capacity-percent: got 'x'"),
+        (("--workload", "rag", "--capacity-percent", "1", "--capacity-blocks", "1"), "not both"),
+        (("--workload", "rag", "--capacity-percent", "101"), "capacity percent: got 101"),
+        (("--workload", "rag", "--tiers", "disk=5"), "--tiers: got 'disk=5'"),
+        (("--workload", "rag", "--prefill-rate", "0"), "prefill_tokens_per_second: got 0"),
+        (("--trace", "/no/such/file"), "No such file"),
+        (("--workload", "rag", "--json", "/no/such/folder/x"), "there is no folder"),
+    ],
+)
+def test_bad_usage_exits_with_2(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_module_is_the_command_and_loads_no_torch() -> None:
+    program = (
+        "import sys, kvstore.cli as cli\n"
+        "code = cli.main(['simulate', '--workload', 'rag', '--requests', '50', '--policy', 'lru', '--json', '-'])\n"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    module = [sys.executable, "-m", "kvstore.testing.sim", "--workload", "rag", "--requests", "50", "--json", "-"]
+    again = subprocess.run(module, capture_output=True, text=True, check=False)
+    assert again.returncode == 0
+    assert json.loads(again.stdout)["rows"]

@@ -1,0 +1,148 @@
+"""What the daemon's tests share: daemons in this process and in their own, tiers, raw connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.config import KVStoreConfig
+from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
+from kvstore.daemon.session import Session
+from kvstore.testing.transfer_contract import key_of, payload_of
+from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
+
+ROOT = Path(__file__).resolve().parents[3]
+PAYLOAD_BYTES = 4096
+
+
+def settings(directory: Path, host_bytes: int = 4 << 20, **changes: Any) -> DaemonSettings:
+    changes.setdefault("socket_path", str(directory / "d.sock"))
+    return DaemonSettings(store=KVStoreConfig(host_bytes=host_bytes), **changes)
+
+
+def put(tier: DaemonTier, keys: Sequence[CopyKey], size: int = PAYLOAD_BYTES) -> list[ResultCode]:
+    """Store each key's own payload; for tiers with an inline executor."""
+    tier.submit_put([PutItem(key, [payload_of(key, size)]) for key in keys])
+    return list(tier.poll()[-1].results)
+
+
+def get(tier: DaemonTier, keys: Sequence[CopyKey], size: int = PAYLOAD_BYTES) -> list[ResultCode]:
+    """Read; an OK with other bytes than the key's fails here."""
+    buffers = [np.zeros(size, np.uint8) for _ in keys]
+    tier.submit_get([GetItem(key, buffer) for key, buffer in zip(keys, buffers, strict=True)])
+    results = list(tier.poll()[-1].results)
+    for key, buffer, code in zip(keys, buffers, results, strict=True):
+        assert code is not ResultCode.OK or np.array_equal(buffer, payload_of(key, size)), f"wrong bytes for {key}"
+    return results
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0, what: str = "") -> float:
+    """Seconds until it holds; fails when it does not in time."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what or condition}"
+        time.sleep(0.002)
+    return time.monotonic() - started
+
+
+class ServeProcess:
+    """`kvstore serve` in a process of its own."""
+
+    def __init__(self, socket_path: Path, *arguments: str, wait: bool = True, environ: dict[str, str] | None = None):
+        command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=kept | (environ or {})
+        )
+        if wait:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            assert "ready on" in line, (line, self.process.communicate(timeout=10))
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._close()
+
+    def stop(self) -> tuple[int, str]:
+        """Exit code and standard error of a graceful stop."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+    def rss_bytes(self) -> int:
+        """Of its own; the shared memory and the files that it maps are budgeted elsewhere."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) << 10
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def _close(self) -> None:
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+class RawClient:
+    """A connection that may say anything."""
+
+    def __init__(
+        self, path: str, *, hello: bool = True, timeout: float = 5.0, sock: socket.socket | None = None
+    ) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if sock is None else sock
+        self.sock.settimeout(timeout)
+        if sock is None:
+            self.sock.connect(path)
+        self.seq = 0
+        self.welcome = self.ask(protocol.Hello, protocol.MAGIC, protocol.VERSION, "raw") if hello else None
+
+    @classmethod
+    def beside(cls, daemon: Daemon, *, hello: bool = True) -> RawClient:
+        """A session without the listening socket and its limits."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        session = Session(daemon.core, theirs, os.geteuid(), os.getpid(), -1, lambda: 1)
+        threading.Thread(target=session.serve, daemon=True).start()
+        return cls("", hello=hello, sock=ours)
+
+    def ask(self, kind: type[protocol.Request], *fields: Any) -> Any:
+        self.seq += 1
+        self.sock.send(protocol.encode(kind(self.seq, *fields)))
+        return self.answer()
+
+    def tell(self, kind: type[protocol.Request], *fields: Any) -> None:
+        self.seq += 1
+        self.sock.send(protocol.encode(kind(self.seq, *fields)))
+
+    def answer(self) -> Any:
+        """The next answer; None at the end of the connection."""
+        try:
+            packet = self.sock.recv(protocol.LONGEST_BYTES)
+        except ConnectionResetError:
+            return None
+        return protocol.decode_answer(packet) if packet else None
+
+    def form(self, number: int = 0, key: CopyKey | None = None) -> Any:
+        key = key_of(0) if key is None else key
+        fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, key.parameters)
+        return self.ask(protocol.Form, number, *fields, 1, 1, 0, "bytes", "")
+
+    def reserve(self, keys: Sequence[CopyKey], frame_bytes: int = 5000) -> list[tuple[Any, ...]]:
+        hashes = b"".join(key.hash for key in keys)
+        parents = b"".join(key.root for key in keys)
+        answer = self.ask(protocol.Reserve, 0, hashes, parents, [frame_bytes] * len(keys))
+        return list(protocol.PLACE.iter_unpack(answer.places))
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,376 @@
+"""Starts, stops, deaths and forks: clients never hang, never get a wrong byte, and come back by themselves."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allocator.errors import ConfigError, TierError, UsageError
+from kvstore.config import KVStoreConfig
+from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
+from kvstore.executor import ThreadExecutor
+from kvstore.testing.transfer_contract import key_of, payload_of
+from kvstore.tier import PutItem, ResultCode
+from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, until
+
+OK, MISS, FAILED = ResultCode.OK, ResultCode.MISS, ResultCode.FAILED
+KILLS = 3
+
+
+def kill_rounds(directory: Path, rounds: int) -> None:
+    """kill -9 of the daemon under load: noticed within 100 ms, no hang, back within a second, disk's copies too."""
+    path, disk = directory / "d.sock", directory / "disk"
+    arguments = ("--host-bytes", "8 MiB", "--disk-path", str(disk), "--disk-bytes", "256 MiB")
+    server = ServeProcess(path, *arguments)
+    tier = DaemonTier(str(path), ThreadExecutor("load"), fetch_seconds=2)
+    other = DaemonTier(str(path))
+    stored = [key_of(n) for n in range(32)]
+    assert put(other, stored) == [OK] * 32
+    assert server.stop() == (0, "")  # all of it is written down
+    server = ServeProcess(path, *arguments)
+    for number in range(rounds):
+        until(lambda: other.contains(stored) == [True] * 32)
+        stop, slowest = threading.Event(), [0.0]
+
+        def load(stop: threading.Event = stop, slowest: list[float] = slowest, number: int = number) -> None:
+            at = 0
+            while not stop.is_set():
+                started = time.monotonic()
+                at += 1
+                tier.submit_put([PutItem(key_of(10_000 + 500 * number + at % 400), [payload_of(key_of(1), 20_000)])])
+                tier.leading_run(stored[0], [key.hash for key in stored])
+                tier.poll()
+                slowest[0] = max(slowest[0], time.monotonic() - started)
+                time.sleep(0.0005)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        time.sleep(0.05)
+        server.kill()
+        noticed = until(lambda: not tier.is_up and not other.is_up, 2)
+        assert noticed < 0.1, f"round {number}: noticed after {noticed} s"
+        assert other.contains(stored) == [False] * 32
+        assert set(get(other, stored[:4])) == {MISS}
+        assert set(put(other, [key_of(77)])) == {FAILED}
+        server = ServeProcess(path, *arguments)
+        back = until(lambda: tier.is_up and other.is_up, 5)
+        assert back < 1.0, f"round {number}: back after {back} s"
+        stop.set()
+        thread.join()
+        assert slowest[0] < 1.5, f"round {number}: a call took {slowest[0]} s"
+        assert get(other, stored) == [OK] * 32, "what was on disk is back"
+    assert other.counters()["daemon_restarts"] == rounds + 1
+    tier.close()
+    other.close()
+    assert server.stop()[0] == 0
+
+
+def test_kill_9_of_the_daemon_under_load(tmp_path: Path) -> None:
+    kill_rounds(tmp_path, KILLS)
+
+
+@pytest.mark.faults
+def test_kill_9_of_the_daemon_50_times(tmp_path: Path) -> None:
+    kill_rounds(tmp_path, 50)
+
+
+def test_case_121_without_a_daemon_everything_is_a_counted_miss_and_misuse_is_still_refused(tmp_path: Path) -> None:
+    tier = DaemonTier(str(tmp_path / "none.sock"))
+    keys = [key_of(1), key_of(2)]
+    assert not tier.is_up
+    assert tier.contains(keys) == [False, False]
+    assert tier.leading_run(keys[0], [key.hash for key in keys]) == 0
+    assert put(tier, keys) == [FAILED, FAILED]
+    assert get(tier, keys) == [MISS, MISS]
+    assert tier.pin(keys) == [False, False]
+    assert tier.delete(keys) == 0
+    tier.touch(keys)
+    assert (tier.used_bytes, tier.capacity_bytes, tier.pending_count(keys)) == (0, 0, 0)
+    with pytest.raises(TierError, match="could not be cleared"):
+        tier.clear()
+    with pytest.raises(UsageError, match="pinned 0 times"):
+        tier.unpin(keys)
+    found = tier.counters()
+    assert found["without_daemon"] >= 11
+    assert found["connect_failed"] >= 1
+    tier.close()
+
+
+def test_case_101_a_restart_between_two_calls_is_seen_and_old_handles_mean_nothing(tmp_path: Path) -> None:
+    first = Daemon(settings(tmp_path))
+    first.start()
+    tier = DaemonTier(first.settings.socket_path)
+    keys = [key_of(n) for n in range(4)]
+    assert put(tier, keys) == [OK] * 4
+    assert tier.pin(keys[:2]) == [True, True]
+    first.stop()
+    second = Daemon(settings(tmp_path))
+    second.start()
+    until(lambda: tier.is_up, 2)
+    assert tier.link.boot == second.core.boot
+    assert tier.contains(keys) == [False] * 4
+    assert get(tier, keys) == [MISS] * 4
+    tier.unpin(keys[:2])  # granted by a daemon that is gone: nothing to give back, and no error
+    assert put(tier, keys) == [OK] * 4
+    assert get(tier, keys) == [OK] * 4
+    assert second.stats()["leases"]["pinned_copies"] == 0
+    assert tier.counters()["daemon_restarts"] == 1
+    tier.close()
+    second.stop()
+
+
+def test_case_132_a_daemon_that_does_not_answer_costs_no_call_more_than_the_timeout(tmp_path: Path) -> None:
+    path = str(tmp_path / "d.sock")
+    hole = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hole.bind(path)
+    hole.listen(64)
+    tier = DaemonTier(path, timeout_seconds=0.1)
+    until_time = time.monotonic() + 1.0
+    took = []
+    while time.monotonic() < until_time:
+        started = time.monotonic()
+        assert tier.contains([key_of(1)]) == [False]
+        took.append(time.monotonic() - started)
+    assert len(took) > 100
+    assert sorted(took)[len(took) * 99 // 100] < 0.02, "calls return at once while the link is made anew"
+    hole.close()
+    daemon = Daemon(settings(tmp_path))
+    daemon.start()
+    assert until(lambda: tier.is_up, 2) < 2
+    assert put(tier, [key_of(1)]) == [OK]
+    tier.close()
+    daemon.stop()
+
+
+def test_a_stopped_daemon_costs_one_timeout_and_then_nothing(tmp_path: Path) -> None:
+    server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB")
+    tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=0.2)
+    assert put(tier, [key_of(1)]) == [OK]
+    server.process.send_signal(signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{server.process.pid}/stat").read_text().split()[2] == "T")
+    started = time.monotonic()
+    for _ in range(50):
+        assert tier.contains([key_of(1)]) == [False]
+    assert time.monotonic() - started < 1.0, "fifty calls cost one timeout of 0.2 s, not fifty"
+    server.process.send_signal(signal.SIGCONT)
+    until(lambda: tier.is_up and tier.contains([key_of(1)]) == [True], 3)
+    assert get(tier, [key_of(1)]) == [OK]
+    tier.close()
+    assert server.stop() == (0, "")
+
+
+def test_a_client_that_was_cut_off_gets_its_segments_back(tmp_path: Path) -> None:
+    daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20))
+    daemon.start()
+    tier = DaemonTier(daemon.settings.socket_path)
+    for turn in range(12):  # more often than there are segments
+        assert put(tier, [key_of(100 * turn + n) for n in range(10)]) == [OK] * 10, turn
+        until(lambda: len(daemon._sessions) == 1, 2)
+        next(iter(daemon._sessions)).interrupt()
+        until(lambda wanted=turn + 2: tier.is_up and tier.counters()["connected"] == wanted, 2)  # type: ignore[misc]
+        until(lambda: daemon.stats()["leases"]["quarantined_clients"] == 0, 2, "what was cut off came to its end")
+    assert len(daemon.stats()["clients"]) == 1
+    assert get(tier, [key_of(1100 + n) for n in range(10)]) == [OK] * 10
+    stranger = RawClient(daemon.settings.socket_path)
+    (holder,) = [one for one in daemon.core.holders.values() if one.name != "raw"]
+    assert stranger.ask(protocol.Disown, holder.token).count == 0, "a connection that lives"
+    stranger.close()
+    tier.close()
+    daemon.stop()
+
+
+def test_two_daemons_on_one_socket_are_refused_and_a_dead_ones_socket_is_taken_over(tmp_path: Path) -> None:
+    server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB")
+    second = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB", wait=False)
+    code, errors = second.stop() if second.process.wait(20) is None else (second.process.returncode, "")
+    _, errors = second.process.communicate()
+    assert code == 1
+    assert f"a daemon runs there already, process {server.process.pid}" in errors
+    server.kill()
+    assert (tmp_path / "d.sock").exists()
+    third = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB")
+    tier = DaemonTier(str(tmp_path / "d.sock"))
+    assert put(tier, [key_of(1)]) == [OK]
+    tier.close()
+    assert third.stop()[0] == 0
+    assert not (tmp_path / "d.sock").exists()
+
+
+def test_a_graceful_stop_writes_down_what_waits(tmp_path: Path) -> None:
+    arguments = ("--host-bytes", "16 MiB", "--disk-path", str(tmp_path / "disk"), "--disk-bytes", "64 MiB")
+    server = ServeProcess(tmp_path / "d.sock", *arguments)
+    tier = DaemonTier(str(tmp_path / "d.sock"))
+    keys = [key_of(n) for n in range(60)]
+    assert put(tier, keys, 60_000) == [OK] * 60
+    assert server.stop() == (0, "")
+    server = ServeProcess(tmp_path / "d.sock", *arguments)
+    until(lambda: tier.is_up)
+    assert tier.contains(keys) == [True] * 60
+    assert get(tier, keys, 60_000) == [OK] * 60
+    tier.close()
+    assert server.stop()[0] == 0
+
+
+def _child(tier: DaemonTier, keys: list[Any], answers: Any) -> None:
+    until(lambda: tier.is_up, 5)
+    answers.put((get(tier, keys), put(tier, [key_of(500)]), tier.leading_run(keys[0], [key.hash for key in keys])))
+    tier.close()
+
+
+def test_a_forked_child_makes_its_own_connection(tmp_path: Path) -> None:
+    server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB")
+    tier = DaemonTier(str(tmp_path / "d.sock"))
+    keys = [key_of(n) for n in range(8)]
+    assert put(tier, keys) == [OK] * 8
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads beside a fork
+        child = context.Process(target=_child, args=(tier, keys, answers))
+        child.start()
+    assert answers.get(timeout=20) == ([OK] * 8, [OK], 8)
+    child.join(10)
+    assert child.exitcode == 0
+    assert get(tier, [*keys, key_of(500)]) == [OK] * 9, "the parent's connection is as it was"
+    assert tier.counters()["connected"] == 1
+    tier.close()
+    assert server.stop()[0] == 0
+
+
+def test_several_clients_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    daemon = Daemon(settings(tmp_path, 16 << 20))
+    daemon.start()
+    tiers = [DaemonTier(daemon.settings.socket_path, name=f"daemon{n}") for n in range(3)]
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(30):
+                keys = [key_of(1000 * number + turn * 8 + n) for n in range(8)]
+                assert put(tiers[number], keys) == [OK] * 8
+                assert get(tiers[number], keys) == [OK] * 8
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert get(tiers[0], [key_of(2000 + n) for n in range(8)]) == [OK] * 8
+    assert len(daemon.stats()["clients"]) == 3
+    for tier in tiers:
+        tier.close()
+    until(lambda: not daemon.stats()["clients"])
+    daemon.stop()
+
+
+def test_the_budget_holds_and_readiness_does_not_wait_for_memory(tmp_path: Path) -> None:
+    started = time.monotonic()
+    daemon = Daemon(settings(tmp_path, 256 << 20))
+    daemon.start()
+    assert time.monotonic() - started < 1.0
+    assert daemon.is_ready
+    tier = DaemonTier(daemon.settings.socket_path)
+    assert put(tier, [key_of(1)]) == [OK]
+    for at in range(0, 320, 40):
+        put(tier, [key_of(10 + n) for n in range(at, at + 40)], 1 << 20)
+        budget = daemon.stats()["budget"]
+        assert budget["reserved_bytes"] <= budget["limit_bytes"] <= 256 << 20
+        assert daemon.stats()["tiers"]["host"]["used_bytes"] <= 256 << 20
+    tier.close()
+    daemon.stop()
+
+
+def test_case_044_killed_daemons_and_clients_leave_no_memory_behind(tmp_path: Path) -> None:
+    before = shared_kib()
+    for _ in range(3):
+        server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "64 MiB")
+        tier = DaemonTier(str(tmp_path / "d.sock"))
+        assert put(tier, [key_of(1)]) == [OK]
+        server.kill()
+        tier.close()
+    until(lambda: shared_kib() < before + (32 << 10), 5, "the memory of killed daemons is given back")
+    assert not [name for name in os.listdir("/dev/shm") if "kvstore" in name]
+
+
+def shared_kib() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Shmem:")).split()[1])
+
+
+def test_serve_checks_its_settings_and_never_imports_torch(tmp_path: Path) -> None:
+    good = tmp_path / "good.toml"
+    good.write_text(
+        f'[kvstore]\nhost_bytes = "64 MiB"\n[daemon]\nsocket_path = "{tmp_path}/s"\nallowed_uids = [1000]\n'
+        '[daemon.quotas]\nalice = "1 MiB"\n[daemon.domains]\nteam = [1001, 1002]\n'
+    )
+    program = (
+        "import sys; from kvstore.cli import main; import kvstore.daemon.server, kvstore.daemon.client\n"
+        "code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    )
+    command = [sys.executable, "-c", program, "serve", "--check", "--config", str(good)]
+    done = subprocess.run([*command, "--json", "-"], cwd=ROOT, capture_output=True, text=True, check=True)
+    report, _, last = done.stdout.rpartition("}\n")
+    assert last.strip() == "False 0"
+    found = json.loads(report + "}")
+    assert found["quotas"] == [["alice", 1 << 20]]
+    assert found["host_bytes"] == 64 << 20
+    bad = tmp_path / "bad.toml"
+    bad.write_text('[kvstore]\nhost_bytes = "64 MiB"\n[daemon]\nsegment_bytes = 5000\n')
+    done = subprocess.run([*command[:-1], str(bad)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "False 2" in done.stdout
+    assert "segment_bytes: got 5000; expected a multiple of" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lease_seconds": 0}, "lease_seconds: got 0"),
+        ({"allowed_uids": "root"}, "allowed_uids: got 'root'"),
+        ({"domains": {"a": [1], "b": [1]}}, "domains: got"),
+        ({"quotas": {"a": "many"}}, "quotas: got"),
+        ({"socket_path": "/" + "x" * 120}, "socket_path: got 121 characters"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DaemonSettings(store=KVStoreConfig(host_bytes=1 << 20), **changes)
+    assert said in str(caught.value)
+
+
+def test_environment_and_flags_go_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[kvstore]\nhost_bytes = "8 MiB"\n[daemon]\nclients_limit = 5\ndrain_seconds = 1\n')
+    environ = {"KVSTORE_DAEMON_CLIENTS_LIMIT": "7", "KVSTORE_HOST_BYTES": "16 MiB"}
+    found = DaemonSettings.load(file, environ, {"host_bytes": "32 MiB", "drain_seconds": None})
+    assert (found.store.host_bytes, found.clients_limit, found.drain_seconds) == (32 << 20, 7, 1.0)
+    with pytest.raises(ConfigError, match="unknown key 'clients'"):
+        DaemonSettings.load(file, {"KVSTORE_DAEMON_CLIENTS": "7"})
+
+
+def test_a_daemon_that_stops_refuses_new_clients(tmp_path: Path) -> None:
+    daemon = Daemon(settings(tmp_path))
+    daemon.start()
+    tier = DaemonTier(daemon.settings.socket_path)
+    client = RawClient(daemon.settings.socket_path)
+    daemon.stop()
+    assert client.answer() is None
+    assert not daemon.is_ready
+    until(lambda: not tier.is_up, 1)
+    assert tier.contains([key_of(1)]) == [False]
+    tier.close()
+    client.close()
