@@ -71,6 +71,7 @@ class DiskTier(IndexedTier[DiskEntry]):
         super().__init__("disk", executor)
         self.directory = Path(directory)
         self._sync, self._specs, self._secret = sync, specs, secret
+        self.delivers_layers = secret is None  # nothing signed is good before its end
         self._heads = FrameHeads(specs)
         self._lock = threading.Lock()
         self._writing = threading.RLock()

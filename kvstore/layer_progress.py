@@ -1,13 +1,14 @@
 """How far a get has come, layer by layer: what a tier tells, and what an engine that computes meanwhile waits for.
 
-`LayerProgress` belongs to a transfer: the tier's thread writes it, any thread may read it and wait. `LayerRounds` is the
-tier's own account of one get by layers, on the executor's thread.
+`LayerProgress` belongs to a transfer: the tier's thread writes it, any thread may read it and wait. `LayerRounds` is
+the tier's own account of one get by layers, on the executor's thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ class LayerProgress:
         with self._changed:
             self._changed.wait_for(lambda: self.failed or self.ready(group) >= place, timeout_seconds)
             return not self.failed and self.ready(group) >= place
+
+
+def wait_all(waits: Iterable[LayerProgress], group: int, place: int, timeout_seconds: float) -> bool:
+    """`LayerProgress.wait` for several transfers, in one time."""
+    end = time.monotonic() + timeout_seconds
+    return all(one.wait(group, place, max(0.0, end - time.monotonic())) for one in waits)
 
 
 class LayerRounds:

@@ -86,6 +86,7 @@ class RedisTier(QueuedTier):
         self._options = options
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
+        self.delivers_layers = secret is None  # nothing signed is good before its end
         self._packer = Packer(options.zstd_level, secret) if options.zstd_level else None
         self._form_of = Forms(spec_of, is_signed=secret is not None).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))

@@ -170,6 +170,9 @@ class Tier(ABC):
     private_memory = False
     """Copies lie in this process's memory: they cost a memcpy, and go with the process."""
 
+    delivers_layers = False
+    """A get by layers brings one group of layers after the other, and not all with the last byte."""
+
     put_batch_copies = 16
     """A put of fewer copies costs more a copy: with another under way it is better to wait for that many."""
 

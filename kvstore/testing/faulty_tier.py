@@ -146,6 +146,10 @@ class FaultyTier(Tier):
         ]
         return transfer
 
+    @property
+    def delivers_layers(self) -> bool:  # type: ignore[override]
+        return self.inner.delivers_layers
+
     def poll(self) -> list[Completion]:
         ready = [completion for polls, completion in self._waiting if polls <= 0]
         self._waiting = [(polls - 1, completion) for polls, completion in self._waiting if polls > 0]
