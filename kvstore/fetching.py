@@ -92,7 +92,7 @@ class Fetcher:
     # -- layers -------------------------------------------------------------------------------------------------
 
     def progress(self, sequence: Sequence, group: int) -> list[LayerProgress] | None:
-        """Of the transfers that still bring the sequence copies of a group. None: one comes too late to be read, or never."""
+        """Of the transfers that still bring the sequence copies of a group. None: a copy cannot be read in time."""
         if sequence.pending and not self._device.writes_in_place:
             return None
         found: dict[_Piece, None] = {}

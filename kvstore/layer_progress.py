@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def wait_all(waits: Iterable[LayerProgress], group: int, place: int, timeout_sec
 class LayerRounds:
     """Which copies of a get go on, and how far all of them are. A copy that fails ends the progress, not the others."""
 
-    def __init__(self, progress: LayerProgress, jobs: Sequence[Job]) -> None:
+    def __init__(self, progress: LayerProgress, jobs: Sequence[Job], waker: Callable[[], None] | None) -> None:
         self._progress = progress
+        self._waker = waker
         self._jobs = jobs
         self._places = [job.key.layers[0] for job in jobs]
         self.results: list[ResultCode | None] = [None] * len(jobs)
@@ -86,3 +87,5 @@ class LayerRounds:
         for job, place in zip(self._jobs, self._places, strict=True):
             ready[job.key.group] = min(place, ready.get(job.key.group, place))
         self._progress.advance(ready)
+        if self._waker is not None:
+            self._waker()

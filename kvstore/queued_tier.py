@@ -105,7 +105,7 @@ class QueuedTier(Tier):
 
     def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
         """The first layers of all, then the next. Backends of batches override it."""
-        rounds = LayerRounds(transfer.progress, jobs)
+        rounds = LayerRounds(transfer.progress, jobs, self._waker)
         readers = [self._layers_of(job, claim) for job, claim in zip(jobs, claims, strict=True)]
         while going := rounds.going:
             for number in going:

@@ -17,23 +17,17 @@ from kvstore.redis_links import Links, Node
 from kvstore.redis_protocol import Reply, Wire
 from kvstore.tier import Job, ResultCode, Transfer
 
-GetWhole: TypeAlias = Callable[[Transfer, Sequence[Job]], list[ResultCode]]
+Ask: TypeAlias = Callable[[Sequence[Order], Sequence[PartSink]], None]
+GetWhole: TypeAlias = Callable[[Sequence[Job]], list[ResultCode]]
 Judge: TypeAlias = Callable[[Order, "PartSink | None"], ResultCode]
 """What a reply, and the fault of what it brought, mean for a copy."""
 
 
 def get_by_layers(
-    links: Links,
-    transfer: Transfer,
-    orders: Sequence[Order],
-    forms: Sequence[Form | None],
-    ttl_ms: int,
-    whole: GetWhole,
-    judge: Judge,
+    rounds: LayerRounds, orders: Sequence[Order], forms: Sequence[Form | None], ask: Ask, whole: GetWhole, judge: Judge
 ) -> list[ResultCode]:
-    """orders: one a job, with the job as its item; forms: of each, None for a job without bytes."""
+    """orders: one a job, with the job as its item; forms: of each, None for a job without bytes. ask: see ask_parts."""
     jobs: list[Job] = [order.item for order in orders]
-    rounds = LayerRounds(transfer.progress, jobs)
     checksums: list[Sequence[bytes]] = [()] * len(jobs)
     number = 0
     while going := rounds.going:
@@ -42,7 +36,7 @@ def get_by_layers(
             form = forms[one]
             if form is not None and len(form.stamp.cut.sizes) > 1:
                 sinks[one] = PartSink(jobs[one], form, number, checksums[one])
-        _ask(links, transfer, [orders[one] for one in sinks], list(sinks.values()), 0 if number else ttl_ms)
+        ask([orders[one] for one in sinks], list(sinks.values()))
         strange = [one for one in going if one not in sinks]
         for one, sink in sinks.items():
             order = orders[one]
@@ -58,20 +52,23 @@ def get_by_layers(
                 rounds.end(one, judge(order, sink), good=False)
             else:
                 strange.append(one)
-        for one, result in zip(strange, whole(transfer, [jobs[one] for one in strange]), strict=True):
+        for one, result in zip(strange, whole([jobs[one] for one in strange]), strict=True):
             rounds.end(one, result, good=result is ResultCode.OK)
         rounds.tell()
         number += 1
     return [result or ResultCode.FAILED for result in rounds.results]
 
 
-def _ask(links: Links, transfer: Transfer, orders: Sequence[Order], sinks: Sequence[PartSink], ttl_ms: int) -> None:
+def ask_parts(
+    links: Links, transfer: Transfer, orders: Sequence[Order], sinks: Sequence[PartSink], *, ttl_ms: int
+) -> None:
+    """Have each sink filled, and the orders' replies set. With the first layer group times to live are set anew."""
     by_order = {id(order): sink for order, sink in zip(orders, sinks, strict=True)}
     for order, sink in zip(orders, sinks, strict=True):
         order.size_bytes, order.reply = sink.size_bytes, None
 
     def work(wire: Wire, node: Node, window: Sequence[Order], asking: bool) -> list[Reply]:
         items = [(order.name, by_order[id(order)].range, by_order[id(order)]) for order in window]
-        return wire.get_parts(items, ttl_ms, asking)
+        return wire.get_parts(items, ttl_ms if any(sink.head_bytes for sink in sinks) else 0, asking)
 
     dispatch(links, orders, work, lambda: transfer.cancelled)

@@ -28,11 +28,12 @@ from kvstore.executor import Executor
 from kvstore.frame import FrameFault
 from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
+from kvstore.layer_progress import LayerRounds
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
 from kvstore.redis_epoch import SharedEpoch
 from kvstore.redis_frames import Forms, FrameSink, KeyNames, PartSink, header_of
-from kvstore.redis_layers import get_by_layers
+from kvstore.redis_layers import ask_parts, get_by_layers
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
 from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Wire
@@ -242,8 +243,10 @@ class RedisTier(QueuedTier):
     def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
         orders = [Order(self._names.of(job.key), job.size_bytes, job) for job in jobs]
         forms = [self._form_of(job) if job.size_bytes else None for job in jobs]
-        whole = partial(self._get_batch, claims=())
-        results = get_by_layers(self.links, transfer, orders, forms, self._ttl_ms, whole, self._read_result)
+        whole = partial(self._get_batch, transfer, claims=())
+        rounds = LayerRounds(transfer.progress, jobs, self._waker)
+        ask = partial(ask_parts, self.links, transfer, ttl_ms=self._ttl_ms)
+        results = get_by_layers(rounds, orders, forms, ask, whole, self._read_result)
         self._unlink([job.key for job, code in zip(jobs, results, strict=True) if code is ResultCode.CORRUPT])
         return results
 

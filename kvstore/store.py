@@ -277,9 +277,8 @@ class KVStore:
     def wait_layer(self, sequence_id: str, layer: int, timeout_seconds: float) -> bool:
         """Block until the KV of a model's layer is there for all that the sequence loads; on any thread, lock not held.
 
-        Before attention of that layer reads blocks of a sequence that still loads (`fetch_by_layer`). False: not in
-        this time, or never, since a copy was missing or torn; what was computed from earlier layers is void then. Not
-        the last word: only once `fetch` is done, and all that was expected is ready, may that be committed.
+        For attention of a sequence that still loads. False: not in this time, or never; what was computed from earlier
+        layers is void then. True is not the last word: commit only once `fetch` is done and all that it expected ready.
         """
         group, place = self.geometry.group_of_layer(layer)
         with self._lock:
