@@ -17,14 +17,15 @@ from torch import Tensor
 
 from allocator import CacheGroup, GroupKind, KVGeometry
 from allocator.errors import UsageError
-from engine_adapter import DecodeLoop
+from engine_adapter import DecodeLoop, HFRunner
 from engine_adapter.batch import StepBatch
 from engine_adapter.request import Request
 from engine_adapter.testing import ToyRunner
 from kvstore import KVStore, frame_layout
 from kvstore.disk_slots import SlotFiles
-from kvstore.layer_progress import LayerProgress
+from kvstore.layer_progress import LayerProgress, LayerRounds
 from tests.engine_adapter.loop_kit import VOCAB, Kit, make_store, prompt
+from tests.engine_adapter.paged_kit import tiny_model
 from tests.servers import shared_server
 from tests.tcp_proxy import CuttingProxy
 
@@ -378,3 +379,66 @@ def test_planted_bugs_are_seen(stage: Stage, bug: str) -> None:
 
         stage.monkeypatch.setattr(type(stage.store._upkeep.mover.fetcher), "finish", lying)
     assert stage.run(Request("again", PROMPT, 6)) != {"again": stage.expected}
+
+
+@pytest.mark.parametrize(("family", "codec"), [("llama", "raw"), ("gemma3", "raw"), ("llama", "int4")])
+def test_a_real_model_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch, family: str, codec: str) -> None:
+    """Attention over blocks whose later layers are not there yet, INT4 ones among them."""
+    monkeypatch.setattr(frame_layout, "_LEAST_SEGMENT_BYTES", 256)
+    model, tokens = tiny_model(family), [token % 90 + 1 for token in prompt(3, 16 * B + 7)]
+    settings: dict[str, Any] = {"spill_policy": "everything", "io_threads": "thread", "load_always": True}
+    settings |= {"share": True, "codec": codec, "error_bound": 1.0, "fetch_deadline_seconds": 8.0}
+    settings["redis_url"] = f"redis://127.0.0.1:{shared_server().port}?namespace=early{next(_NUMBERS)}"
+    outputs = []
+    for turn in ("writes", "loads", "early"):
+        runner, opens, events = HFRunner(model), threading.Event(), []
+        store = make_store(runner.geometry, **settings)
+        store.fetch_by_layer = turn == "early"
+        runner.attach(store.slab, store.cold_codec)
+        with monkeypatch.context() as patch:
+            if turn == "early":
+                _gate_behind_the_first_layers(patch, runner, opens, events)
+            loop = DecodeLoop(runner, store)
+            while turn != "writes" and not store.lookup(tokens).by_tier.get("remote"):
+                store.wait(0.05)
+                store.step()
+            loop.submit(Request("r", tokens, 12))
+            result = loop.run()["r"]
+        outputs.append(result.token_ids)
+        assert (turn == "writes") == (not result.reused_tokens.get("remote"))
+        if turn == "early":
+            assert events == ["first layers", *range(model.config.num_hidden_layers)]
+        store.check_invariants()
+        runner.release()
+        store.close(drain_seconds=10)
+    assert outputs[1] == outputs[2]
+    assert codec == "int4" or outputs[0] == outputs[1]
+
+
+def _gate_behind_the_first_layers(
+    patch: pytest.MonkeyPatch, runner: HFRunner, opens: threading.Event, events: list[Any]
+) -> None:
+    """Nothing is told of what comes behind the first layers before layer 0 was computed."""
+    tell, forward = LayerRounds.tell, runner.forward
+
+    def gated(rounds: LayerRounds) -> None:
+        if events:
+            assert opens.wait(10)
+        else:
+            events.append("first layers")
+        tell(rounds)
+
+    def watched(batch: StepBatch) -> Tensor:
+        hook = batch.before_layer
+        if hook is None:
+            return forward(batch)
+
+        def before_layer(layer: int) -> None:
+            hook(layer)
+            events.append(layer)
+            opens.set()
+
+        return forward(replace(batch, before_layer=before_layer))
+
+    patch.setattr(LayerRounds, "tell", gated)
+    patch.setattr(runner, "forward", watched)
