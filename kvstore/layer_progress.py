@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from kvstore.tier import Job, ResultCode
 
 
+_changed = threading.Condition(threading.Lock())
+"""Of all transfers: few wait, and there are many transfers that nobody waits for."""
+
+
 class LayerProgress:
     """By cache group, the place in the group below which all layers are there and verified, for all its copies.
 
     Grows only. `failed`: a copy does not come, and so nothing more becomes ready.
     """
 
-    __slots__ = ("_changed", "_ready", "failed")
+    __slots__ = ("_ready", "failed")
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
         self._ready: dict[int, int] = {}
         self.failed = False
 
@@ -32,21 +35,21 @@ class LayerProgress:
         return self._ready.get(group, 0)
 
     def advance(self, ready: Mapping[int, int]) -> None:
-        with self._changed:
+        with _changed:
             if not self.failed:
                 for group, place in ready.items():
                     self._ready[group] = max(place, self._ready.get(group, 0))
-                self._changed.notify_all()
+                _changed.notify_all()
 
     def fail(self) -> None:
-        with self._changed:
+        with _changed:
             self.failed = True
-            self._changed.notify_all()
+            _changed.notify_all()
 
     def wait(self, group: int, place: int, timeout_seconds: float) -> bool:
         """Until the group's layers below `place` are ready. False: they will not be, or are not in this time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failed or self.ready(group) >= place, timeout_seconds)
+        with _changed:
+            _changed.wait_for(lambda: self.failed or self.ready(group) >= place, timeout_seconds)
             return not self.failed and self.ready(group) >= place
 
 

@@ -243,10 +243,11 @@ class QueuedTier(Tier):
 
     def _finish(self, transfer: Transfer, results: Sequence[ResultCode]) -> None:
         transfer._jobs = []  # the buffers are the caller's again before it can learn of the end
-        if all(code is ResultCode.OK for code in results):
-            transfer.progress.advance({key.group: key.layers[1] for key in transfer.keys})
-        else:
-            transfer.progress.fail()
+        if transfer.kind is TransferKind.GET:
+            if results.count(ResultCode.OK) == len(results):
+                transfer.progress.advance({key.group: key.layers[1] for key in transfer.keys})
+            else:
+                transfer.progress.fail()
         claims, transfer._claims = transfer._claims, None
         if claims is not None:
             self._release(claims)
