@@ -46,7 +46,7 @@ class _Stack:
         draw = torch.Generator().manual_seed(seed)
 
         def weights(rows: int, columns: int) -> torch.Tensor:
-            return (torch.randn(rows, columns, generator=draw) / rows**0.5).to(torch.bfloat16)
+            return torch.randn(rows, columns, generator=draw).div(rows**0.5).to(torch.bfloat16)
 
         kv = _KV_HEADS * _DIM
         self._query, self._out = weights(_WIDTH, _WIDTH), weights(_WIDTH, _WIDTH)
