@@ -11,8 +11,8 @@ import time
 class CuttingProxy:
     """Forwards both ways. `arm(n)`: of what the server sends from now on, n bytes pass, then the connection is cut, or
     (`stall`) nothing more comes until the client goes away, or (`drip_seconds`) the rest of what was sent at once comes
-    a byte each so many seconds, or (`until`) nothing more comes until that event, and then all the rest. Disarmed by it,
-    so the next connection works.
+    a byte each so many seconds, or (`until`) nothing more comes until that event, and then all the rest. Disarmed by
+    it, so the next connection works.
     """
 
     def __init__(self, target_port: int) -> None:

@@ -57,7 +57,7 @@ class _Stack:
         """x: Tensor[tokens, width]. The new tokens' own KV stays out: what is measured is reading the prefix."""
         tokens = len(x)
         query = (x @ self._query).view(tokens, _HEADS, _DIM).transpose(0, 1)
-        x @ self._key, x @ self._value  # noqa: B018 - their cost
+        x @ self._key, x @ self._value
         keys, values = (
             view[slots, number].transpose(0, 1).reshape(_KV_HEADS, -1, _DIM) for view in (self._keys, self._values)
         )
