@@ -50,6 +50,7 @@ class EarlyPrefill:
         self._adapter, self._scheduler = adapter, scheduler
         self._forward, self._slice_of = forward, slice_of
         self._step_tokens = step_tokens
+        self._layer_end = 1 + max(layer for group in adapter.store.geometry.groups for layer in group.layers)
         self._chunks: dict[Stream, _Chunk] = {}
 
     def compute(self) -> int:
@@ -59,7 +60,7 @@ class EarlyPrefill:
             if stream in self._chunks:
                 continue
             state = store.fetch(stream.sequence_id)
-            if not state.done and state.layers_ready:
+            if not state.done and 0 < state.layers_ready < self._layer_end:  # all: the load ends with the next step
                 return self._compute(stream, state.expected_tokens)
         return 0
 

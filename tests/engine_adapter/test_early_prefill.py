@@ -295,7 +295,7 @@ def test_nobody_who_decodes_waits_for_a_layer(stage: Stage) -> None:
     stage.close_gate()
     stage.loop.submit(Request("again", PROMPT, 6))
     while stage.loop._scheduler.running:
-        assert stage.loop.step().output_tokens == 1
+        assert stage.loop.step().output_tokens >= 1
     results = stage.loop.run()
     assert results["other"].token_ids == expected
     assert results["again"].token_ids == stage.expected
