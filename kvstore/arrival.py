@@ -51,7 +51,7 @@ class Arrivals:
 
     def adopt(self, sequence: Sequence) -> int:
         """Name what arrived, cut the sequence at the first block that did not; the blocks that are there."""
-        planned = sequence.written // self._block_tokens
+        planned = sequence.loading_tokens // self._block_tokens
         blocks, fresh = self._admitter.settle(sequence)
         self._upkeep.remember_fetched(sequence, fresh)
         self._bring_nearer(fresh)
@@ -62,7 +62,8 @@ class Arrivals:
                 self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
         if blocks < planned:
             ready = blocks * self._block_tokens
-            self._growth.truncate(sequence, ready)
+            self._growth.truncate(sequence, ready)  # and with it what was computed behind it meanwhile
+            sequence.written = ready
             tables = sequence.tables
             if all(self._pool.reads_exact(one) for table in tables for one in table.ids().tolist() if one >= 0):
                 sequence.lossy_from = None
@@ -85,7 +86,7 @@ class Arrivals:
 
     def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
-        sequence.written = sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
+        sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
         sequence.sealed_blocks = blocks
         by_tier = Counter(tier for position, tier in fetched.items() if position < blocks)
         if by_tier.total() < blocks:

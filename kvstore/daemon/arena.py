@@ -21,6 +21,7 @@ from allocator.errors import IntegrityError
 from kvstore.copy_index import CopyEntry, CopyIndex
 from kvstore.copy_key import CopyKey
 from kvstore.daemon.protocol import Place
+from kvstore.daemon.tally import RecentlyEvicted
 
 if TYPE_CHECKING:
     from kvstore.daemon.forms import Form
@@ -103,6 +104,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         self.segments: dict[int, ArenaSegment] = {}
         self.tenants: dict[str, Tenant] = {}
         self.codec_bytes: Counter[str] = Counter()
+        self.recently_evicted = RecentlyEvicted()
         self.generation = 0
         self._take_segment = take_segment
         self._free_segments: list[ArenaSegment] = []
@@ -278,6 +280,10 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
             segment.slot_bytes, segment.free_offsets, segment.newest_tick = 0, [], 0
             if segment not in self._free_segments:
                 self._free_segments.append(segment)
+
+    def _evict(self, entry: ArenaEntry) -> None:
+        self.recently_evicted.add(entry.key.hash)
+        super()._evict(entry)
 
     def _free(self, entry: ArenaEntry) -> None:
         self.used_bytes -= entry.slot_bytes

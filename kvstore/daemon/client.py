@@ -68,6 +68,7 @@ class DaemonTier(QueuedTier):
         self._families: dict[tuple[object, ...], FrameSpec] = {}
         self._tenant = tenant
         self._fetch_seconds = fetch_seconds
+        self._told_speed = 0.0, -1  # and in which session
         self._pins_lock = threading.Lock()
         self._pins: dict[CopyKey, list[int]] = {}  # key -> sessions in which it was granted, one each
         self.link = Link(socket_path or default_socket_path(), f"{name} {os.getpid()}", timeout_seconds)
@@ -131,6 +132,14 @@ class DaemonTier(QueuedTier):
                 self.link.tell(partial(protocol.Touch, form=self._form(keys[places[0]]), hashes=joined))
         except (LinkDownError, RefusedByDaemonError):
             self._count("without_daemon", len(keys))
+
+    def note_prefill_speed(self, tokens_per_second: float) -> None:
+        """Told once a connection, and again when it has changed by a tenth."""
+        told, session = self._told_speed
+        if session == self.link.session and abs(tokens_per_second - told) < 0.1 * told:
+            return
+        self._told_speed = tokens_per_second, session
+        self.link.tell(partial(protocol.Speed, prefill_tokens_per_second=min(1e9, tokens_per_second)))
 
     def delete(self, keys: Sequence[CopyKey]) -> int:
         """In the daemon's lower tiers too. 0 where there is no daemon: it drops nothing then."""

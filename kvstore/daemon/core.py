@@ -23,6 +23,7 @@ from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
 from kvstore.daemon.segment_pool import SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.tally import Tally
 from kvstore.frame import FrameFault
 from kvstore.tier import Tier
 
@@ -54,7 +55,7 @@ class Core:
         self.book = LeaseBook(settings.lease_seconds, settings.write_lease_seconds)
         self.arenas: dict[str, ArenaIndex] = {}
         self.counts: Counter[str] = Counter()
-        self.lookups: dict[str, Counter[str]] = {}
+        self.tally = Tally()
         self.holders: dict[int, Holder] = {}
         self.quotas = dict(settings.tenant_quotas)
         self._numbers = count(1)
@@ -123,22 +124,31 @@ class Core:
         """Leading hashes that are stored somewhere, and how many of the rest may show up yet."""
         families, total = holder.arena.families, len(hashes)
         found, pending = leading_run(families.get(form.family), hashes), 0  # type: ignore[arg-type]
+        below: dict[str, int] = {}
         if found < total and self.lowers:
-            found, pending = self._run_below(holder, form, hashes, found)
-        counts = self.lookups.get(form.tenant)
-        if counts is None:
-            counts = self.lookups.setdefault(form.tenant, Counter())
-        counts["lookups"] += 1
-        counts["hit_blocks"] += found
-        counts["missed_blocks"] += total - found
+            found, pending = self._run_below(holder, form, hashes, found, below)
+        cause = "" if found == total else self._why_missed(holder, hashes[found], pending)
+        self.tally.looked_up(form, hashes, found, below, cause)
         return found, pending
 
-    def _run_below(self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int) -> tuple[int, int]:
+    def _why_missed(self, holder: Holder, hash: bytes, pending: int) -> str:
+        """The cause that is counted for a lookup that ended at this block."""
+        if any(one.state == "down" for one in self.lowers):
+            return "tier_down"
+        if pending:
+            return "still_looking"
+        return "evicted" if hash in holder.arena.recently_evicted else "never_stored"
+
+    def _run_below(
+        self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int, below: dict[str, int]
+    ) -> tuple[int, int]:
         before = -1
         while before < found < len(hashes):
             before = found
             for lower in self.lowers:
-                found += lower.leading_run(form, hashes[found:])
+                gained = lower.leading_run(form, hashes[found:])
+                below[lower.tier.name] = below.get(lower.tier.name, 0) + gained
+                found += gained
             found += leading_run(holder.arena.families.get(form.family), hashes[found:])  # type: ignore[arg-type]
         if found == len(hashes):
             return found, 0
@@ -184,8 +194,7 @@ class Core:
                 else PLACE.pack(waiting.get(place, Place.MISS), 0, 0, 0)
                 for place, entry in enumerate(entries)
             )
-        counts = self.lookups.setdefault(form.tenant, Counter())
-        counts["read_blocks"] += len(held)
+        self.tally.read(holder, form, len(held), sum([entry.size_bytes for entry in held]))
         return lease, places
 
     def _found_below(self, form: Form, hashes: list[bytes]) -> list[LowerTier | None]:
@@ -246,6 +255,7 @@ class Core:
                 entry = self.book.publish(holder, number)
                 flags.append(entry is not None)
                 if entry is not None:
+                    self.tally.stored(entry.size_bytes)
                     for lower in self.lowers:
                         lower.offer(arena, entry)
                 elif not is_ours:

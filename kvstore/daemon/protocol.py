@@ -220,6 +220,12 @@ class Disown(Request, tag=20, frozen=True):
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
+class Speed(Request, tag=30, frozen=True):
+    """How fast this client computes tokens that it does not find: for what the daemon says of time saved. No answer."""
+
+    prefill_tokens_per_second: Annotated[float, Meta(gt=0, le=1e9)]
+
+
 AnyRequest: TypeAlias = (
     Hello
     | Form
@@ -241,6 +247,7 @@ AnyRequest: TypeAlias = (
     | Ping
     | Goodbye
     | Disown
+    | Speed
 )
 
 # answers --------------------------------------------------------------------------------------------------------------

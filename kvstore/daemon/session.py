@@ -74,6 +74,7 @@ class Session:
             protocol.Return: self._return,
             protocol.Ping: self._ping,
             protocol.Disown: self._disown,
+            protocol.Speed: self._speed,
         }
 
     def serve(self) -> None:
@@ -298,6 +299,9 @@ class Session:
 
     def _disown(self, message: protocol.Disown) -> protocol.Answer:
         return protocol.Count(message.seq, int(self._core.disown(self._own, message.token)))
+
+    def _speed(self, message: protocol.Speed) -> None:
+        self._own.prefill_tokens_per_second = message.prefill_tokens_per_second
 
     def _count_stale(self, count: int) -> None:
         if count:
