@@ -16,6 +16,7 @@ from itertools import count
 
 from allocator.errors import TierError
 from kvstore.daemon.arena import ArenaIndex, ArenaSegment
+from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier, taken_out
@@ -59,6 +60,7 @@ class Core:
         self.quotas = dict(settings.tenant_quotas)
         self._numbers = count(1)
         self._daemons: dict[str, Holder] = {}
+        self.epochs = DomainEpochs(lowers)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
         self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
         self._prepare = threading.Event()
@@ -408,6 +410,7 @@ class Core:
         self._closed = True
         self._prepare.set()
         self._preparer.join()
+        self.epochs.close()
         for lower in self.lowers:
             try:
                 lower.close()

@@ -146,7 +146,8 @@ class DaemonSettings:
         environ = os.environ if environ is None else environ
         given = _daemon_table(path)
         store = KVStoreConfig.load(path, environ)
-        given |= {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        named = {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        given |= {name: value for name, value in named.items() if name != "socket"}  # a client's: KVSTORE_DAEMON_SOCKET
         own = {one.name for one in fields(cls)} - {"store"}
         for name, value in (flags or {}).items():
             if value is not None and name in own:

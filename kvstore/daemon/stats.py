@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
-    """tiers, arenas, tenants, clients, leases, counts. Byte counts end in _bytes."""
+    """epoch (the own domain's), tiers, arenas, tenants, clients, leases, counts. Byte counts end in _bytes."""
     with core.lock:
         arenas = {name or "own": _arena(arena) for name, arena in core.arenas.items()}
         tenants = _tenants(core)
@@ -39,6 +39,7 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
         "boot": core.boot.hex(),
         "pid": os.getpid(),
         "time_seconds": time.time(),
+        "epoch": core.epochs.of("").value,
         "connections": len(sessions),
         "budget": budget,
         "arenas": arenas,
