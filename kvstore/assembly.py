@@ -74,7 +74,7 @@ def assemble(
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
-    announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None)
+    announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None, geometry.block_tokens)
     pool = BlockPool(layout)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
 

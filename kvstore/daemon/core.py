@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from allocator.errors import TierError
-from kvstore.daemon.arena import ArenaIndex, ArenaSegment
+from kvstore.daemon.arena import ArenaIndex, ArenaSegment, stored_event
 from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
@@ -24,6 +24,7 @@ from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
 from kvstore.daemon.segment_pool import SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.events import Event, EventStream
 from kvstore.frame import FrameFault
 from kvstore.tier import Tier
 
@@ -60,7 +61,8 @@ class Core:
         self.quotas = dict(settings.tenant_quotas)
         self._numbers = count(1)
         self._daemons: dict[str, Holder] = {}
-        self.epochs = DomainEpochs(lowers)
+        self.events = EventStream()  # of the own domain's arena
+        self.epochs = DomainEpochs(lowers, self.events.begin_epoch)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
         self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
         self._prepare = threading.Event()
@@ -74,7 +76,8 @@ class Core:
         """The arena of a trust domain. Under the lock."""
         found = self.arenas.get(domain)
         if found is None:
-            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment)
+            events = None if domain else self.events
+            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment, events)
             self._daemons[domain] = Holder(next(self._numbers), found)
             for name, quota in self.quotas.items():
                 found.tenant(name).quota_bytes = quota
@@ -118,6 +121,12 @@ class Core:
         if holder.pid_fd >= 0:
             os.close(holder.pid_fd)
             holder.pid_fd = -1
+
+    def everything(self) -> list[Event]:
+        """What the own domain's arena holds, as events."""
+        with self.lock:
+            arena = self.arenas.get("")
+            return [] if arena is None else [stored_event(one) for one in arena.linked()]
 
     # look up ---------------------------------------------------------------------------------------------------------
 

@@ -25,12 +25,15 @@ _ROUNDS = 3  # a tier that others share may answer with a larger epoch than it w
 
 
 class DomainEpoch:
-    """See the module. tiers: that keep it; refusal: why a reset does not hold, "" where it does."""
+    """See the module. tiers: that keep it; refusal: why a reset does not hold, "" where it does; on_rise: is told."""
 
-    def __init__(self, tiers: Sequence[Tier] = (), refusal: str = "") -> None:
+    def __init__(
+        self, tiers: Sequence[Tier] = (), refusal: str = "", on_rise: Callable[[int], None] | None = None
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._tiers = [tier for tier in tiers if type(tier).seen_epoch is not Tier.seen_epoch]
         self._refusal = refusal
+        self._on_rise = on_rise
         self._lock = threading.Lock()
         self._page = SegmentMemory(PAGE_BYTES)
         self._words = memoryview(self._page.memory).cast("q")
@@ -61,7 +64,7 @@ class DomainEpoch:
         """A reset: an epoch larger than any before, here and in the tiers. Waits for them. TierError when one cannot be
         reached, or this domain has no say there; the epoch is raised all the same."""
         with self._lock:
-            self._words[0] = max(self.value + 1, least)
+            self._set(max(self.value + 1, least))
         if self._refusal:
             raise TierError(self._refusal)
         failures: list[str] = []
@@ -87,8 +90,13 @@ class DomainEpoch:
         with self._lock:
             if epoch <= self.value:
                 return False
-            self._words[0] = epoch
+            self._set(epoch)
             return True
+
+    def _set(self, epoch: int) -> None:
+        self._words[0] = epoch
+        if self._on_rise is not None:
+            self._on_rise(epoch)
 
     def _agree(self) -> None:
         """Tiers that lag are told; a larger answer is followed."""
@@ -122,11 +130,11 @@ class DomainEpoch:
 class DomainEpochs:
     """The epochs of one daemon, by trust domain. own: tiers of the domain "", the daemon's own user's."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], on_rise: Callable[[int], None] | None = None) -> None:
         names = ", ".join(tier.name for tier in tiers)
         self._refusal = f"only the daemon's own user may reset its tiers ({names})" if tiers else ""
         self._lock = threading.Lock()
-        self._by_domain = {"": DomainEpoch(tiers)}
+        self._by_domain = {"": DomainEpoch(tiers, on_rise=on_rise)}
 
     def of(self, domain: str) -> DomainEpoch:
         with self._lock:

@@ -95,6 +95,10 @@ class DaemonSettings:
     """Shared by all connections; one that asks for more than its part waits."""
     spill_queue_bytes: int = _key(256 << 20, _BYTES, _size)
     """Most that waits for a lower tier, at most a quarter of host_bytes."""
+    events_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    """Where KV events of the own domain are published: docs/formats/events.md. Who reads them learns hashes."""
+    events_replay_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    """Where past events are asked for."""
     drain_seconds: float = _key(10.0, "a number in [0, 3600]", _real(0, 3600))
     """How long a stop waits for what is still to be written down."""
 
