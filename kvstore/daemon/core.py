@@ -67,6 +67,7 @@ class Core:
         self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
         self._prepare = threading.Event()
         self._closed = False
+        self.pool.make_first()
         self._preparer = threading.Thread(target=self._prepare_segments, name="kvstore-segments", daemon=True)
         self._preparer.start()
 
