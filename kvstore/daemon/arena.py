@@ -84,15 +84,17 @@ class ArenaSegment:
 
 
 class ArenaEntry(CopyEntry):
-    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says."""
+    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says. is_offered: tiers below
+    have it, or it is on its way there."""
 
-    __slots__ = ("form", "generation", "offset", "segment", "shelf", "tenant")
+    __slots__ = ("form", "generation", "is_offered", "offset", "segment", "shelf", "tenant")
 
     def __init__(self, key: CopyKey, parent: bytes | None, frame_bytes: int, segment: ArenaSegment) -> None:
         super().__init__(key, parent, frame_bytes, segment.slot_bytes)
         self.segment = segment
         self.offset = segment.free_offsets.pop()
         self.generation = 0
+        self.is_offered = False
         self.shelf = 0
         self.form: Form
         self.tenant: Tenant

@@ -36,7 +36,7 @@ class DomainEpoch:
         self._on_rise = on_rise
         self._lock = threading.Lock()
         self._page = SegmentMemory(PAGE_BYTES)
-        self._words = memoryview(self._page.memory).cast("q")
+        self._words = self._page.memory.data.cast("q")
         self._owed = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -323,7 +323,7 @@ class Link:
                 self._cut_off.clear()
             self._token = answer.token
             self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
-            self._page, self._read_page = page, follower(memoryview(page))
+            self._page, self._read_page = page, follower(page.data)
             self._seq = 1
             self.session += 1
             self.counts["connected"] += 1

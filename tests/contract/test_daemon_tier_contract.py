@@ -46,7 +46,7 @@ class DaemonContract(TierContract):
     def settings(self, capacity_bytes: int) -> DaemonSettings:
         segment_bytes = capacity_bytes // self.segments // PAGE_BYTES * PAGE_BYTES
         return DaemonSettings(
-            store=KVStoreConfig(host_bytes=capacity_bytes),
+            store=KVStoreConfig(host_bytes=capacity_bytes, spill_policy="everything"),
             socket_path=str(self.directory / f"{next(NUMBERS)}.sock"),
             segment_bytes=segment_bytes,
         )
