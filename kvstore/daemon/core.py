@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from allocator.errors import TierError
-from kvstore.costs import CostModel
-from kvstore.daemon.arena import ArenaEntry, ArenaIndex, ArenaSegment, stored_event
+from kvstore.daemon.arena import ArenaIndex, ArenaSegment, stored_event
 from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
@@ -25,11 +24,10 @@ from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
 from kvstore.daemon.segment_pool import SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.spilling import Spilling
 from kvstore.events import Event, EventStream
 from kvstore.frame import FrameFault
 from kvstore.tier import Tier
-from kvstore.tier_admission import Candidate, make_admission
-from kvstore.tier_admission import Cause as Why
 
 
 class RefusedError(Exception):
@@ -67,12 +65,8 @@ class Core:
         self.events = EventStream()  # of the own domain's arena
         self.epochs = DomainEpochs(lowers, self.events.begin_epoch)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
-        rate = settings.store.prefill_tokens_per_second
-        costs = CostModel(
-            prefill_tokens_per_second=rate, always_load=True
-        )  # what a client reads, it has weighed itself
-        self.admission = make_admission(settings.store.spill_policy, costs)
         self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
+        self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
         self._closed = False
         self.pool.make_first()
@@ -193,7 +187,7 @@ class Core:
             entries = [family.get(hash) for hash in hashes]
             held = [entry for entry in entries if entry is not None]
             lease = self.book.read(holder, held, self.clock()) if held else 0
-            self._note_use(holder.arena, held)
+            self.spilling.note_use(holder.arena, held)
             waiting = {}
             for place, lower in zip(absent, below, strict=True):
                 if entries[place] is None and lower is not None:
@@ -243,7 +237,7 @@ class Core:
                 known = arena.find(key)
                 if known is not None:
                     arena.touch(known)
-                    self._note_use(arena, [known])  # computed a second time
+                    self.spilling.note_use(arena, [known])  # computed a second time
                     places.append(PLACE.pack(Place.THERE, 0, 0, 0))
                     continue
                 if frame_bytes <= form.header_bytes or parent == hash:
@@ -268,23 +262,10 @@ class Core:
                 entry = self.book.publish(holder, number)
                 flags.append(entry is not None)
                 if entry is not None:
-                    self._note_use(arena, [entry])
+                    self.spilling.note_use(arena, [entry])
                 elif not is_ours:
                     self.counts["refused_stale"] += 1
         return bytes(flags)
-
-    def _note_use(self, arena: ArenaIndex, entries: Sequence[ArenaEntry]) -> None:
-        """Stored, read or wanted: what the policy then admits is written below. Under the lock."""
-        if not self.lowers:
-            return
-        self.admission.note_use([entry.key.hash for entry in entries])
-        fresh = [entry for entry in entries if not entry.is_offered]
-        wanted = [Candidate(one.key.hash, Why.COMPUTED, one.form.block_tokens, one.size_bytes) for one in fresh]
-        for lower in self.lowers if fresh else ():
-            for entry, is_wanted in zip(fresh, self.admission.admits(lower.tier.name, wanted), strict=True):
-                if is_wanted:
-                    entry.is_offered = True
-                    lower.offer(arena, entry)
 
     def abandon(self, holder: Holder, leases: Sequence[int]) -> int:
         with self.lock:
@@ -296,7 +277,7 @@ class Core:
             used = [entry for entry in map(family.get, hashes) if entry is not None and entry.is_linked]
             for entry in used:
                 holder.arena.touch(entry)
-            self._note_use(holder.arena, used)
+            self.spilling.note_use(holder.arena, used)
 
     # drop ------------------------------------------------------------------------------------------------------------
 
