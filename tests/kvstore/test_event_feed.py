@@ -55,7 +55,7 @@ def ends(tmp_path: Path) -> tuple[str, str]:
 
 @pytest.fixture
 def follower(ends: tuple[str, str]) -> Iterator[EventFollower]:
-    follower = EventFollower(*ends)
+    follower = EventFollower(*ends, timeout_seconds=20)
     yield follower
     follower.close()
 
@@ -72,7 +72,7 @@ def agree(follower: EventFollower, stream: EventStream, expected: set[int]) -> N
         stream.publish(stored(min(expected)))
         return known(follower) == expected
 
-    until(does, 10, f"{known(follower)} instead of {expected}")
+    until(does, 30, f"{known(follower)} instead of {expected}")
 
 
 def test_case_117_a_follower_converges_over_a_restart_lost_messages_and_a_reset(
@@ -125,7 +125,7 @@ def test_what_is_too_old_to_be_replayed_is_made_up_for_by_all_there_is(
         stream.publish(stored(50))
         return lossy.poll(0.05)
 
-    until(hears)
+    until(hears, 20)
     assert lossy.run(HASHES) == 0, "nobody answered: what was missed is unknown"
     assert lossy.has(HASHES[50])
     lossy.close()
@@ -133,7 +133,7 @@ def test_what_is_too_old_to_be_replayed_is_made_up_for_by_all_there_is(
 
 
 def test_a_followers_memory_is_bounded_and_garbage_is_counted(ends: tuple[str, str]) -> None:
-    follower = EventFollower(*ends, limit=10)
+    follower = EventFollower(*ends, limit=10, timeout_seconds=20)
     stream = EventStream()
     feed = EventFeed(stream, ends[0], replay_endpoint=ends[1])
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
@@ -141,10 +141,10 @@ def test_a_followers_memory_is_bounded_and_garbage_is_counted(ends: tuple[str, s
         sock.connect(ends[1])
         for wrong in ((b"",), (b"", b"1"), (b"", b"", b"", b"cos\nsystem\n(S'id'\ntR.")):
             sock.send_multipart(wrong)
-        until(lambda: feed.counts["refused"] == 3)
+        until(lambda: feed.counts["refused"] == 3, 20)
     for number in range(50):
         stream.publish(stored(number))
-    until(lambda: feed.counts["events"] == 51)
+    until(lambda: feed.counts["events"] == 51, 20)
     assert follower.sync()
     assert len(follower) == 10
     assert known(follower) == set(range(40, 50))
@@ -161,7 +161,7 @@ def test_a_followers_memory_is_bounded_and_garbage_is_counted(ends: tuple[str, s
 def test_a_daemons_events_are_what_its_arena_holds(tmp_path: Path, ends: tuple[str, str]) -> None:
     daemon = Daemon(settings(tmp_path, events_endpoint=ends[0], events_replay_endpoint=ends[1]))
     daemon.start()
-    follower = EventFollower(*ends)
+    follower = EventFollower(*ends, timeout_seconds=20)
     tier = DaemonTier(daemon.settings.socket_path)
     keys = [key_of(number) for number in range(2000)]
 
@@ -173,10 +173,10 @@ def test_a_daemons_events_are_what_its_arena_holds(tmp_path: Path, ends: tuple[s
     for at in range(0, 2000, 50):
         assert put(tier, keys[at : at + 50])[0] is ResultCode.OK
     assert follower.sync()
-    until(held)
+    until(held, 20)
     assert 500 < len(follower) < 1900, "what was evicted is gone"
     tier.delete(keys[1900:])
-    until(held)
+    until(held, 20)
     tier.raise_epoch(0)
     until(lambda: follower.poll(0.05) is not None and len(follower) == 0)
     tier.close()

@@ -31,14 +31,19 @@ PROMPT = list(range(8 * B + 1))
 CLIENT = """
     import sys, time
     from kvstore import Identity, KVStore, KVStoreConfig
+    from kvstore.daemon import DaemonTier
+    from kvstore.executor import ThreadExecutor
+    from kvstore.frame_specs import geometry_specs
     from tests.kvstore.conftest import full_geometry
     from tests.kvstore.driving import check_bytes, run_prompt
 
     B = 16
     geometry = full_geometry()
     slots = {"device_bytes": 24 * geometry.full_slot_bytes(0), "codec": "raw"}
-    config = KVStoreConfig(share=True, load_always=True, daemon_socket=sys.argv[1], **slots)
-    store = KVStore(geometry, Identity(model="toy", weights="w0", geometry=geometry), config)
+    config = KVStoreConfig(share=True, load_always=True, fetch_deadline_seconds=10, **slots)
+    specs = geometry_specs(geometry)
+    tier = DaemonTier(sys.argv[1], ThreadExecutor("daemon"), specs=specs, timeout_seconds=5)  # on a loaded machine, too
+    store = KVStore(geometry, Identity(model="toy", weights="w0", geometry=geometry), config, tiers=[tier])
     PROMPT = list(range(8 * B + 1))
 
     def look():
@@ -49,7 +54,7 @@ CLIENT = """
         ready = run_prompt(store, "s", PROMPT)
         check_bytes(store, "s", PROMPT)
         store.preempt("s")
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while store.metrics.get("spilled_blocks", tier="daemon") < 8 and not ready and time.monotonic() < until:
             store.wait(0.02)
             store.step()
@@ -133,7 +138,7 @@ def test_case_008_the_epoch_outlives_the_daemon_and_reaches_who_was_away(path: P
         server.kill()  # the one that was away has not seen it, and this daemon cannot tell it any more
         server = serve(path)
         os.kill(away.process.pid, signal.SIGCONT)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while away.epoch != 1:
             assert time.monotonic() < deadline
             assert away.call("look") in (MISS, f"({8 * B}, ['device'])")
@@ -151,7 +156,7 @@ def test_case_008_a_reset_without_a_daemon_raises_and_is_told_to_the_next_one(pa
         server.kill()
         assert first.call(RESET).startswith("TierError reset did not reach every tier: daemon: tier daemon: the epoch")
         server = ServeProcess(path, "--host-bytes", "8 MiB")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while second.call("look") != MISS:
             assert time.monotonic() < deadline
         assert second.epoch == 1
