@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.write_behind import WriteBehind
 
 _FADING_SHARE = 0.75  # of own memory in use, from where on what goes next is offered below
+_REACH_BLOCKS = 1024
 _SHORT_STEPS = 4  # room is short when it would be gone after this many steps' worth of movement
 
 
@@ -266,7 +267,23 @@ class Upkeep:
             self.mover.start_cool_idle(coldest)
         for form in (FULL, COLD) if self.cools else (FULL,):
             if self.tiers and self._is_short(group, form):
-                self._spill(pool.coldest(group, config.spill_blocks_per_step, form).tolist(), Cause.PRESSURE)
+                self._spill(self._next_to_spill(group, form), Cause.PRESSURE)
+
+    def _next_to_spill(self, group: int, form: int) -> list[int]:
+        """The coldest blocks that have not had their turn, among those whose copies fill half of the first tier.
+
+        Looking at the coldest few alone would keep a copy of just these, and one prompt's admission takes many.
+        """
+        step_blocks = self.config.spill_blocks_per_step
+        size = self.pool.layout.raw_slot_bytes[2 * group + form]
+        reach = max(step_blocks, min(_REACH_BLOCKS, self.tiers[0].capacity_bytes // (2 * size)))
+        coldest = self.pool.coldest(group, reach, form).tolist()
+        waiting = [one for one in coldest if not self._had_its_turn(one)]
+        return waiting[:step_blocks]
+
+    def _had_its_turn(self, block_id: int) -> bool:
+        name = self._names.get(block_id)
+        return name is None or name.copied == (self.pool.form_of(block_id), self.pool.idle_since(block_id))
 
     def _any_short(self) -> bool:
         return any(self._is_short(group, FULL) for group in range(len(self.geometry.groups)))

@@ -108,3 +108,18 @@ def test_admission_that_only_waits_for_transfers_says_so(make_store: Callable[..
     executor.run()
     store.step()
     store.admit("b", list(range(9000, 9000 + 4 * B)))
+
+
+def test_a_prompt_that_pushes_out_many_blocks_at_once_loses_none_that_host_memory_can_hold(
+    make_store: Callable[..., KVStore],
+) -> None:
+    """Copies are made ahead of eviction for as many of the coldest blocks as one admission may take, a few a step."""
+    store = make_store(blocks=34, host_blocks=64, spill_blocks_per_step=2, load_always=True)
+    first, second = list(range(20 * B)), list(range(5000, 5000 + 28 * B))
+    run_prompt(store, "a", first)
+    store.finish("a")
+    for _ in range(20):
+        store.step()
+    run_prompt(store, "b", second)
+    assert store.metrics.get("evicted_blocks", tier="device", cause="room") >= 14
+    assert store.lookup([*first, 1]).tokens == 20 * B
