@@ -69,7 +69,12 @@ def _p99(tier: DaemonTier, keys: Sequence[CopyKey], seconds: float) -> float:
 def main() -> None:
     kind, path = sys.argv[1:]
     stop = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     print("flooding", flush=True)
     while not stop.is_set():
         try:
