@@ -46,7 +46,7 @@ class WireBatch(msgspec.Struct, array_like=True, frozen=True):
 
     ts: float
     events: list[WireEvent]
-    data_parallel_rank: int | None = None
+    rank: int | None = None
     boot: bytes = b""
     epoch: int = 0
 
