@@ -146,7 +146,7 @@ def test_a_get_that_is_not_asked_by_layer_tells_at_its_end(tier: Tier) -> None:
 
 
 def test_a_host_tier_delivers_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = HostTier(8 << 20)
+    tier = HostTier(32 << 20)
     put(tier)
     watched = Watched(monkeypatch)
     assert watched.get(tier) == [OK] * 5
