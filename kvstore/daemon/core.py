@@ -24,8 +24,8 @@ from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
 from kvstore.daemon.segment_pool import SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
-from kvstore.daemon.tally import Tally
 from kvstore.daemon.spilling import Spilling
+from kvstore.daemon.tally import Tally
 from kvstore.events import Event, EventStream
 from kvstore.frame import FrameFault
 from kvstore.tier import Tier
