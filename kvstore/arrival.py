@@ -56,10 +56,9 @@ class Arrivals:
         self._upkeep.remember_fetched(sequence, fresh)
         self._bring_nearer(fresh)
         if self._announcer.heard:
-            hashes = sequence.chain.hashes
             for copy in fresh:
-                parent = hashes[copy.position - 1] if copy.position else None
-                self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
+                place = range(copy.position, copy.position + 1)
+                self._announcer.stored(copy.group, sequence.chain, place, copy.key.exact, copy.form)
         if blocks < planned:
             ready = blocks * self._block_tokens
             self._growth.truncate(sequence, ready)  # and with it what was computed behind it meanwhile

@@ -247,7 +247,7 @@ class Growth:
         for offset in np.flatnonzero(canonical != ids).tolist():
             table.replace(start + offset, int(canonical[offset]))
         if self._announcer.heard:
-            self._announcer.sealed(table.group, hashes, start, (canonical == ids).tolist(), exact)
+            self._announcer.sealed(table.group, sequence.chain, start, (canonical == ids).tolist(), exact)
         if self._upkeep.names_blocks:
             parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
             self._upkeep.remember(canonical.tolist(), sequence.root, parents)
@@ -262,7 +262,7 @@ class Growth:
         if canonical != block_id:
             table.replace(position, canonical)
         if self._announcer.heard:
-            self._announcer.sealed(table.group, hashes, position, [canonical == block_id], exact)
+            self._announcer.sealed(table.group, sequence.chain, position, [canonical == block_id], exact)
         if self._upkeep.names_blocks:
             self._upkeep.remember([canonical], sequence.root, [hashes[position - 1] if position else None])
 

@@ -1,4 +1,4 @@
-"""One tier below the arena: what is published there is spilled to it, what is asked for and only there is fetched.
+"""One tier below the arena: what the policy admits is spilled to it, what is asked for and only there is fetched.
 
 A thread a tier drives it: it verifies a copy while it takes it out of shared memory (a client could still write there),
 hands it down, and brings fetched ones up as sealed frames. Spills wait in a queue of bounded bytes; past it the coldest
@@ -99,7 +99,9 @@ class LowerTier:
         if self.is_dropped or self._stop:
             return
         while self._queue and self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
-            self._let_go(*self._queue.popleft())
+            arena_of, coldest = self._queue.popleft()
+            coldest.is_offered = False  # its next use offers it again
+            self._let_go(arena_of, coldest)
             self.counts["spills_dropped"] += 1
         entry.reader_count += 1
         self._queue.append((arena, entry))
@@ -311,6 +313,7 @@ class LowerTier:
             self.counts["fetched" if result is ResultCode.OK else f"fetch_{result}"] += 1
             self.counts["fetched_bytes"] += entry.size_bytes if result is ResultCode.OK else 0
             if result is ResultCode.OK and fetch.number == arena.generation and arena.twin(entry) is None:
+                entry.is_offered = True
                 arena.publish(entry)
             else:
                 arena.abandon(entry)

@@ -115,6 +115,10 @@ class DaemonSettings:
     """Shared by all connections; one that asks for more than its part waits."""
     spill_queue_bytes: int = _key(256 << 20, _BYTES, _size)
     """Most that waits for a lower tier, at most a quarter of host_bytes."""
+    events_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    """Where KV events of the own domain are published: docs/formats/events.md. Who reads them learns hashes."""
+    events_replay_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    """Where past events are asked for."""
     drain_seconds: float = _key(10.0, "a number in [0, 3600]", _real(0, 3600))
     """How long a stop waits for what is still to be written down."""
 
@@ -185,7 +189,8 @@ class DaemonSettings:
         environ = os.environ if environ is None else environ
         given = _daemon_table(path)
         store = KVStoreConfig.load(path, environ)
-        given |= {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        named = {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        given |= {name: value for name, value in named.items() if name != "socket"}  # a client's: KVSTORE_DAEMON_SOCKET
         own = {one.name for one in fields(cls)} - {"store"}
         for name, value in (flags or {}).items():
             if value is not None and name in own:

@@ -18,7 +18,10 @@ _NO_LIMIT_BYTES = 1 << 62
 
 
 def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
-    """tiers, arenas, tenants, lookups, prefixes, clients, leases, counts. Byte counts end in _bytes."""
+    """epoch (the own domain's), tiers, arenas, tenants, lookups, prefixes, clients, leases, counts.
+
+    Byte counts end in _bytes.
+    """
     with core.lock:
         arenas = {name or "own": _arena(arena) for name, arena in core.arenas.items()}
         tenants = _tenants(core)
@@ -42,6 +45,7 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
         "boot": core.boot.hex(),
         "pid": os.getpid(),
         "time_seconds": time.time(),
+        "epoch": core.epochs.of("").value,
         "connections": len(sessions),
         "budget": budget,
         "arenas": arenas,

@@ -21,8 +21,8 @@ from tests.kvstore.redis_kit import options, remote_tier
 from tests.servers import shared_server
 
 OK, MISS, CORRUPT, CANCELLED = ResultCode.OK, ResultCode.MISS, ResultCode.CORRUPT, ResultCode.CANCELLED
-LAYERS, SIZE = 8, 1 << 20
-GROUPS = 4  # of 256 KiB, two layers each
+LAYERS, SIZE = 8, 4 << 20
+GROUPS = 4  # of 1 MiB, two layers each
 KEYS = [key_of(number, layers=(0, LAYERS)) for number in range(5)]
 SECRET = b"a secret of tests, 32 bytes long"
 
@@ -97,10 +97,10 @@ class Watched:
 def test_our_frames_are_cut_into_groups_worth_an_io() -> None:
     assert cut_of(KEYS[0], SIZE) == Cut(((0, 2), (2, 4), (4, 6), (6, 8)), (SIZE // 4,) * 4)
     llama = key_of(1, layers=(0, 32))
-    assert len(cut_of(llama, 2 << 20).sizes) == len(cut_of(llama, 64 << 20).sizes) == 8
-    assert cut_of(key_of(1, layers=(0, 7)), 7 << 18).layers == tuple((n, n + 1) for n in range(7))
+    assert len(cut_of(llama, 8 << 20).sizes) == len(cut_of(llama, 64 << 20).sizes) == 8
+    assert cut_of(key_of(1, layers=(0, 7)), 7 << 20).layers == tuple((n, n + 1) for n in range(7))
     assert len(cut_of(key_of(1, layers=(0, 1)), 64 << 20).sizes) == 1
-    for key, size in ((KEYS[0], (512 << 10) - 8), (KEYS[0], SIZE + 1), (key_of(1, parameters=b"table of bits"), SIZE)):
+    for key, size in ((KEYS[0], (2 << 20) - 8), (KEYS[0], SIZE + 1), (key_of(1, parameters=b"table of bits"), SIZE)):
         assert cut_of(key, size).sizes == (size,)
 
 
@@ -146,7 +146,7 @@ def test_a_get_that_is_not_asked_by_layer_tells_at_its_end(tier: Tier) -> None:
 
 
 def test_a_host_tier_delivers_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = HostTier(8 << 20)
+    tier = HostTier(32 << 20)
     put(tier)
     watched = Watched(monkeypatch)
     assert watched.get(tier) == [OK] * 5
