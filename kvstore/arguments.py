@@ -36,6 +36,13 @@ def duration(name: str, value: object) -> float:
     return float(value)
 
 
+def moment(name: str, value: object) -> float:
+    """`value` as a time on some clock, finite; UsageError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{name}: got {value!r} ({type(value).__name__}); expected the clock's time in seconds")
+    return float(value)
+
+
 def text_id(name: str, value: object) -> str:
     """`value` as a text that is not empty and has no NUL."""
     if not isinstance(value, str) or not value or "\x00" in value:

@@ -43,22 +43,23 @@ def _spill_the_rest(
     deadline = time.monotonic() + seconds
     writes = upkeep.writes
     with lock:
-        left = deque(upkeep.named_copies() if upkeep.slower else ())
-    busy = bool(upkeep.slower)
+        named = upkeep.named_copies() if upkeep.slower else []
+    left = {tier: deque(named) for tier in upkeep.slower}  # each at its own pace: one may hang
+    busy = bool(left)
     while busy and time.monotonic() < deadline:
         with lock:
             arrived.clear()
             upkeep.drain(now)
-            while left and (room := min(_CHUNK_BLOCKS, writes.room_blocks)):
-                chunk = [left.popleft() for _ in range(min(room, len(left)))]
-                upkeep.offer_copies(chunk, upkeep.slower)
+            for tier, copies in left.items():
+                while copies and (room := min(_CHUNK_BLOCKS, writes.room_blocks(tier))):
+                    upkeep.offer_copies([copies.popleft() for _ in range(min(room, len(copies)))], (tier,))
             writes.pump()
-            busy = bool(left) or writes.is_busy
+            busy = any(left.values()) or writes.is_busy
         if busy:
             arrived.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
     with lock:
-        for tier in upkeep.slower:
-            writes.count_left(tier, list(left))
+        for tier, copies in left.items():
+            writes.count_left(tier, list(copies))
         writes.clear("close")
 
 

@@ -16,6 +16,7 @@ from allocator.errors import UsageError
 _FADE = 0.9  # weight that a measurement keeps when the next one comes
 _FADE_WHEN_QUICKER = 0.25
 _MIN_SECONDS = 1e-9
+_LONGEST_LOAD_SECONDS = 60.0  # an engine that paused or a clock that jumped must not be remembered for ever
 _RETRY_AFTER = 64  # refusals of a tier in a row after which one fetch is tried, to learn whether it has recovered
 
 
@@ -110,7 +111,7 @@ class CostModel:
 
     def observe_load(self, tier: str, byte_count: int, seconds: float) -> None:
         """A fetch of `byte_count` bytes took `seconds`, from submit to completion."""
-        self.tier(tier).observe(byte_count, seconds)
+        self.tier(tier).observe(byte_count, min(seconds, _LONGEST_LOAD_SECONDS))
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` took `seconds`."""

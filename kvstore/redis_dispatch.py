@@ -17,6 +17,7 @@ _WINDOW_BYTES = (16 << 20) + (64 << 10)  # what a lost connection loses, and its
 _WINDOW_ORDERS = 512
 
 INTERRUPTED = "interrupted"
+BREAKER_OPEN = "breaker_open"
 
 
 class Lost(NamedTuple):
@@ -89,7 +90,7 @@ def _run(
             lost = Lost(INTERRUPTED)
         except NodeDownError as error:
             lost = Lost(error.cause)
-            if error.cause != "breaker_open":
+            if error.cause != BREAKER_OPEN:
                 links.refresh()
     for place, order in enumerate(window):
         order.reply = replies[place] if lost is None else lost

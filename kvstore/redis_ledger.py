@@ -58,7 +58,7 @@ class Ledger:
         self._copies: OrderedDict[Known, Believed] = OrderedDict()  # least recently used first
         self._absent: OrderedDict[CopyKey, float] = OrderedDict()  # until when to believe it
         self._pending: OrderedDict[CopyKey, float] = OrderedDict()  # since when
-        self._leaving: dict[Known, int] = {}  # being evicted: counted until the server has dropped them
+        self._leaving: dict[Known, Believed] = {}  # being evicted: counted until the server has dropped them
         self.used_bytes = 0
         self._reserved_bytes = 0
 
@@ -109,7 +109,7 @@ class Ledger:
         return Presence.MISS if since is None or now - since > self.limits.pending_seconds else Presence.PENDING
 
     def answer(self, key: CopyKey, size_bytes: int | None) -> None:
-        """The server's word on a pending key; None: not there, or it could not say. Late answers change nothing."""
+        """The server's word on a pending key; None: not there. Late answers change nothing."""
         now = self._clock()
         with self._lock:
             if self._pending.pop(key, None) is None:
@@ -122,6 +122,21 @@ class Ledger:
             elif copy is None:
                 # Until when it lives is not known: believe it for a while and look again.
                 self._enter(key, Believed(size_bytes, now + self.limits.ttl_seconds, 0.0, now), of_ours=False)
+            elif copy.expires_seconds <= now:  # others have kept it alive, or a put that seemed lost was not
+                copy.expires_seconds, copy.checked_seconds = now + self.limits.ttl_seconds, now
+
+    def unanswered(self, key: CopyKey) -> None:
+        """The server could not say: nothing to be read now, but with a cap what may be there is counted still."""
+        now = self._clock()
+        with self._lock:
+            if self._pending.pop(key, None) is None:
+                return
+            copy = self._copies.get(key)
+            if copy is not None and self.capacity_bytes:
+                copy.expires_seconds = min(copy.expires_seconds, now)
+            else:
+                self._forget(key)
+            self._set_absent(key, now)
 
     # writes ----------------------------------------------------------------------------------------------------------
 
@@ -137,7 +152,7 @@ class Ledger:
         victims: list[Known] = []
         with self._lock:
             over = self.used_bytes + self._reserved_bytes + size_bytes - self.capacity_bytes
-            over -= sum(self._leaving.values())
+            over -= self._leaving_bytes()
             for key, copy in self._copies.items():
                 if not copy.size_bytes:  # written by others: theirs to keep
                     continue
@@ -146,23 +161,23 @@ class Ledger:
                 victims.append(key)
                 over -= copy.size_bytes
             for key in victims:
-                self._leaving[key] = self._copies.pop(key).size_bytes
+                self._leaving[key] = self._copies.pop(key)
         return victims
 
     def gone(self, keys: Iterable[Known]) -> None:
         """The server has dropped these victims."""
         with self._lock:
             for key in keys:
-                self.used_bytes -= self._leaving.pop(key, 0)
+                copy = self._leaving.pop(key, None)
+                self.used_bytes -= 0 if copy is None else copy.size_bytes
 
     def stay(self, keys: Iterable[Known]) -> None:
         """These victims could not be dropped: they are copies again, first to be tried next time."""
-        now = self._clock()
         with self._lock:
             for key in keys:
-                size = self._leaving.pop(key, None)
-                if size is not None and key not in self._copies:
-                    self._copies[key] = Believed(size, now + self.limits.ttl_seconds, 0.0, now)
+                copy = self._leaving.pop(key, None)
+                if copy is not None and key not in self._copies:
+                    self._copies[key] = copy
                     self._copies.move_to_end(key, last=False)
 
     def reserve(self, size_bytes: int) -> bool:
@@ -180,6 +195,14 @@ class Ledger:
             self._reserved_bytes -= size_bytes
             self._forget(name)
             self._enter(key, Believed(size_bytes, now + self.limits.ttl_seconds, now, now), of_ours=True)
+
+    def doubt(self, key: CopyKey, name: bytes, size_bytes: int) -> None:
+        """A copy may be there all the same, though no answer came: counted, first to be evicted, not believed in."""
+        now = self._clock()
+        with self._lock:
+            self._forget(name)
+            self._enter(key, Believed(size_bytes, now, now, now), of_ours=True)
+            self._copies.move_to_end(key, last=False)
 
     def unreserve(self, size_bytes: int) -> None:
         with self._lock:
@@ -252,11 +275,14 @@ class Ledger:
     def check(self) -> None:
         """IntegrityError when the account does not add up."""
         with self._lock:
-            total = sum(copy.size_bytes for copy in self._copies.values()) + sum(self._leaving.values())
+            total = sum(copy.size_bytes for copy in self._copies.values()) + self._leaving_bytes()
             if total != self.used_bytes or self._reserved_bytes < 0:
                 raise IntegrityError(f"ledger: {self.used_bytes} bytes counted, {total} in copies")
 
     # under the lock --------------------------------------------------------------------------------------------------
+
+    def _leaving_bytes(self) -> int:
+        return sum(copy.size_bytes for copy in self._leaving.values())
 
     def _enter(self, key: CopyKey, copy: Believed, *, of_ours: bool) -> None:
         self._forget(key)

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from allocator.errors import TierError
 from kvstore.redis_dispatch import Lost, Order, dispatch
@@ -99,12 +100,14 @@ class Namespace:
 
     def read_epoch(self) -> int:
         """An epoch that was evicted or never set is made anew and unlike any before: old copies must not come back."""
-        made = b"%d" % _fresh_epoch()
         ttl = b"%d" % max(_EPOCH_TTL_MS, 4 * self._ttl_ms)
         name = self._names.epoch
-        self._ask(name, [b"SET", name, made, b"NX", b"PX", ttl])
         value = self._ask(name, [b"GET", name])
-        self._ask(name, [b"PEXPIRE", name, ttl])
+        if value is None:
+            self._ask(name, [b"SET", name, b"%d" % _fresh_epoch(), b"NX", b"PX", ttl])
+            value = self._ask(name, [b"GET", name])
+        with suppress(TierError):  # a server that takes no writes can still be read
+            self._ask(name, [b"PEXPIRE", name, ttl])
         if not isinstance(value, bytes) or not value.isdigit() or len(value) > 19:
             raise TierError(
                 f"{self._links.address}: the epoch is {value!r}; expected a number (raise_epoch repairs it)"

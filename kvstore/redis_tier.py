@@ -30,7 +30,7 @@ from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.layer_progress import LayerRounds
 from kvstore.queued_tier import QueuedTier
-from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
+from kvstore.redis_dispatch import BREAKER_OPEN, INTERRUPTED, Lost, Order, dispatch
 from kvstore.redis_epoch import SharedEpoch
 from kvstore.redis_frames import Forms, FrameSink, KeyNames, PartSink, header_of
 from kvstore.redis_layers import ask_parts, get_by_layers
@@ -325,9 +325,12 @@ class RedisTier(QueuedTier):
                 continue
             self._ledger.unreserve(order.size_bytes)
             results[key] = ResultCode.CANCELLED if cleared else self._failure(order.reply)
-        unsure = [order.item[0].key for order in orders if cleared or isinstance(order.reply, Lost)]
-        if unsure:  # written or not: with a cap, what is not counted must not be there
-            self._unlink(unsure if cleared or self._ledger.capacity_bytes else ())
+        is_capped = self._ledger.capacity_bytes > 0
+        unsure = [order for order in orders if cleared or (is_capped and _may_have_come(order.reply))]
+        gone = self._unlink(order.item[0].key for order in unsure)
+        for order in unsure if is_capped else ():  # written or not: what may be there is counted
+            if not gone[order.item[0].key]:
+                self._ledger.doubt(order.item[0].key, order.name, order.size_bytes)
         return results
 
     def _put_order(self, order: Order) -> PutOrder:
@@ -377,9 +380,10 @@ class RedisTier(QueuedTier):
         orders = [Order(self._names.of(key), 0, key) for key in keys]
         _command(self.links, orders, lambda order: [b"STRLEN", order.name])
         for order in orders:
-            there = isinstance(order.reply, int) and order.reply > 0
-            self._ledger.answer(order.item, int(order.reply) + _NAME_BYTES if there else None)  # type: ignore[arg-type]
-            if isinstance(order.reply, Lost | ErrorReply):
+            if isinstance(order.reply, int):
+                self._ledger.answer(order.item, order.reply + _NAME_BYTES if order.reply > 0 else None)
+            else:
+                self._ledger.unanswered(order.item)
                 self._count("lookup_failed")
         self._wake()
 
@@ -413,6 +417,11 @@ class RedisTier(QueuedTier):
 
 def _is_unknown(reply: ErrorReply) -> bool:
     return reply.code == "NOPERM" or "unknown command" in reply.line.lower()
+
+
+def _may_have_come(reply: Reply | Lost) -> bool:
+    """Whether a server that gave no answer may have taken the command all the same."""
+    return isinstance(reply, Lost) and reply.cause != BREAKER_OPEN
 
 
 def _command(links: Links, orders: Sequence[Order], command: Callable[[Order], list[bytes]]) -> None:

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from allocator import DuplicateSequence, KVGeometry
-from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, duration, text_id, whole
+from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, duration, moment, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.closing import DRAIN_SECONDS, close_parts
 from kvstore.config import KVStoreConfig
@@ -392,7 +392,7 @@ class KVStore:
         self._epochs.keep_up()
         with self._lock:
             self._sequences.check_open()
-            now = self._clock() if now is None else now
+            now = self._clock() if now is None else moment("now", now)
             self._arrived.clear()
             self._parts.leases.expire(now)
             self.metrics.computed(self._growth.computed_tokens)

@@ -7,8 +7,8 @@ Where the bytes come from, in this order:
 - a copy in the store's own memory (the host tier): lent, so it is neither evicted nor overwritten while it is read;
 - the device block. For the store's own memory it is read in place, fenced for the length of a memcpy. For any other
   tier an executor first copies it into a staging buffer, and the fence ends there: a server that hangs holds buffers,
-  of which there are `_STAGED_BYTES`, and no device memory. (Sending everything through the host tier instead would let
-  what is young push out what is old there, and many stores have none.)
+  of which each tier has `_STAGED_BYTES`, and no device memory. (Sending everything through the host tier instead would
+  let what is young push out what is old there, and many stores have none.)
 
 A queued copy holds nothing: a block that was evicted before its turn, cooled or taken by others is passed by, counted.
 """
@@ -81,7 +81,7 @@ class WriteBehind:
         self._waker = waker
         self._queues = [SpillQueue(tier, QueueLimits(queued_blocks, _QUEUED_BYTES)) for tier in tiers]
         self._own_memory = [tier for tier in tiers if tier.private_memory]
-        self._staging = Staging(_STAGED_BYTES)
+        self._staging = {tier.name: Staging(_STAGED_BYTES) for tier in tiers}
         self._puts: dict[Transfer, _Put] = {}
         self._staging_puts: list[_Put] = []
         self._staged: SimpleQueue[_Put] = SimpleQueue()
@@ -102,16 +102,15 @@ class WriteBehind:
 
     @property
     def staged_bytes(self) -> int:
-        return self._staging.used_bytes
+        return sum(staging.used_bytes for staging in self._staging.values())
 
     @property
     def is_busy(self) -> bool:
         return any(queue.waiting_blocks or queue.under_way_blocks for queue in self._queues)
 
-    @property
-    def room_blocks(self) -> int:
-        """Blocks that every slower tier's queue has room for."""
-        return min((queue.room_blocks for queue in self._queues if not queue.tier.private_memory), default=0)
+    def room_blocks(self, tier: Tier) -> int:
+        """Blocks that its queue has room for."""
+        return self._queue(tier).room_blocks
 
     def depths(self) -> dict[str, int]:
         """Blocks under way, and those that wait, by tier."""
@@ -249,7 +248,7 @@ class WriteBehind:
     def _stage(self, put: _Put) -> int:
         """Copy blocks into buffers on the executor; what there is no buffer for goes back in line."""
         for copy in put.copies:
-            row = self._staging.take(copy.size_bytes)
+            row = self._staging[put.queue.tier.name].take(copy.size_bytes)
             if row is None:
                 break
             put.buffers.append(row)
@@ -344,7 +343,7 @@ class WriteBehind:
         for loan in put.loans:
             loan.end()
         for buffer in put.buffers:
-            self._staging.give_back(buffer)
+            self._staging[put.queue.tier.name].give_back(buffer)
         put.queue.finish(put.copies)
 
     def _fence(self, put: _Put) -> None:
@@ -394,9 +393,9 @@ class WriteBehind:
             queue.check(copy.key for put in puts if put.queue is queue for copy in put.copies)
         held = sum(buffer.nbytes for put in puts for buffer in put.buffers)
         fenced = sum(len(put.fenced) for put in puts)
-        if held != self._staging.used_bytes or fenced != self.fenced_blocks:
+        if held != self.staged_bytes or fenced != self.fenced_blocks:
             raise IntegrityError(
-                f"write-behind: {self._staging.used_bytes} bytes staged and {self.fenced_blocks} blocks fenced, "
+                f"write-behind: {self.staged_bytes} bytes staged and {self.fenced_blocks} blocks fenced, "
                 f"{held} and {fenced} in transfers"
             )
 

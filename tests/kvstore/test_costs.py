@@ -126,3 +126,12 @@ def test_guesses_are_numbers(speed: float) -> None:
         model(prefill_tokens_per_second=speed)
     with pytest.raises(UsageError):
         LinearCost(0.0, speed)
+
+
+def test_a_load_that_seemed_to_take_ages_is_forgotten_after_a_few_good_ones() -> None:
+    """An engine that paused, or a clock that jumped."""
+    costs = model()
+    costs.observe_load("disk", 1 << 20, 1e18)
+    for _ in range(12):
+        costs.observe_load("disk", 1 << 20, 1e-3)
+    assert costs.tier("disk").seconds(1 << 20) < 0.01

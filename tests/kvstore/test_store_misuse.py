@@ -67,3 +67,11 @@ def test_a_call_says_what_it_was_given(
         call(store)
     assert said in str(caught.value)
     assert store.sequence_ids() == []
+
+
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), "1", True])
+def test_a_step_at_no_time_is_refused(make_store: Callable[..., KVStore], now: Any) -> None:
+    store = make_store()
+    with pytest.raises(UsageError, match="now"):
+        store.step(now)
+    store.step(5)
