@@ -1,6 +1,8 @@
 """What is learned about reuse: how likely a block comes back, at which age, and how long to keep which class for it.
 
-Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memory, no random numbers.
+Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memory, no random numbers. A request costs
+a few numpy operations over its blocks, the end of an epoch (a quarter of the capacity) a look at 524,288 records at
+most.
 
 A *class* is (blocks that the request brought anew, uses of the block so far), both in powers of two: what a request
 adds says most about whether its chain is used again, and how often a block was used says the rest. Which way, differs
@@ -33,6 +35,7 @@ _NEW_CLASSES = 16
 _USE_CLASSES = 4
 _CLASSES = _NEW_CLASSES * _USE_CLASSES
 _TABLE_MAX_BITS = 22
+_SCAN_MAX_BITS = 19  # records that the end of an epoch looks at
 _EPOCHS_PER_CAPACITY = 4
 _EPOCH_BLOCKS_MIN = 32
 _DECAY = 0.985
@@ -56,6 +59,7 @@ class ReuseMemory:
         self.levels: Levels = np.full(_CLASSES, _FIRST_HALVINGS + 1, dtype=np.intp)  # all alike: LRU
         size = 1 << min(_TABLE_MAX_BITS, max(10, (32 * self.capacity).bit_length()))
         self._mask = np.uint64(size - 1)
+        self._stride = max(1, size >> _SCAN_MAX_BITS)  # of a large table every such record is counted, for all
         self._key = np.zeros(size, dtype=np.uint64)
         self._last = np.zeros(size, dtype=np.int64)
         self._class = np.zeros(size, dtype=np.int16)
@@ -83,15 +87,14 @@ class ReuseMemory:
         known_count = int(np.count_nonzero(known))
         if known_count < len(keys):
             lost = places[there.astype(bool) ^ known]
-            if len(lost):
-                self._lost.append((self._class[lost], self.clock - self._last[lost]))
+            self._record(self._lost, lost)
         uses = np.zeros(len(keys), dtype=np.intp)
         if known_count == len(keys):
-            self._used.append((self._class[places], self.clock - self._last[places]))
+            self._record(self._used, places)
             uses = np.minimum(self._uses[places] + 1, _USE_CLASSES - 1)
         elif known_count:
             used = places[known]
-            self._used.append((self._class[used], self.clock - self._last[used]))
+            self._record(self._used, used)
             uses[known] = np.minimum(self._uses[used] + 1, _USE_CLASSES - 1)
             known_count = len(keys) - int(np.argmax(known[::-1]))
             uses = np.maximum.accumulate(uses[::-1])[::-1]  # a parent was used no less than its child, if records
@@ -107,6 +110,12 @@ class ReuseMemory:
         if self.clock >= self._epoch_end:
             self._end_epoch()
         return self.levels[classes], group
+
+    def _record(self, records: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]], places: Levels) -> None:
+        if self._stride > 1:
+            places = places[places & (self._stride - 1) == 0]
+        if len(places):
+            records.append((self._class[places], self.clock - self._last[places]))
 
     def _grouped(self, keys: Keys, places: Levels, known: npt.NDArray[np.bool_], known_count: int) -> int:
         """Gives new blocks their parent's sampling group, or one of their own where a session leaves the trunk."""
@@ -129,7 +138,7 @@ class ReuseMemory:
         """Moves what the epoch counted into the decayed sums, and chooses levels anew."""
         used, used_ages = self._by_cell(self._used)
         lost, lost_ages = self._by_cell(self._lost)
-        places = np.flatnonzero(self._last)
+        places = np.flatnonzero(self._last[:: self._stride]) * self._stride
         open_time = self._time_by_bin(*self._by_cell([(self._class[places], self.clock - self._last[places])]))
         spent = self._time_by_bin(used + lost, used_ages + lost_ages) + open_time - self._open_time
         self._open_time = open_time
@@ -149,8 +158,8 @@ class ReuseMemory:
         classes = np.concatenate([one for one, _ in records]).astype(np.intp)
         ages = np.concatenate([one for _, one in records]).astype(np.float64)
         cells = classes * LEVELS + np.searchsorted(self.ages[1:], ages)
-        counts = np.bincount(cells, minlength=size).astype(np.float64)
-        sums = np.bincount(cells, ages, minlength=size).astype(np.float64)
+        counts = np.bincount(cells, minlength=size).astype(np.float64) * self._stride
+        sums = np.bincount(cells, ages, minlength=size).astype(np.float64) * self._stride
         return counts.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
 
     def _time_by_bin(self, count: Floats, age: Floats) -> Floats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,8 @@ class _Leafy(EvictionPolicy):
     def since(self, block_id: int) -> int:
         return self._idle.get(block_id, 0)
 
-    def observe(self, ids: Ids | list[int], keys: npt.NDArray[np.uint64]) -> None:
+    def observe(self, keys: npt.NDArray[np.uint64], tables: Sequence[Ids | list[int]]) -> None:
+        (ids,) = tables
         chain = ids if isinstance(ids, list) else ids.tolist()
         names = keys.tolist()
         for place in range(len(chain) - 1, -1, -1):  # tail first: a parent is younger than its child

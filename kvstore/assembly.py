@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allocator import BlockPool, ConfigError, ExtentLayout
+from allocator import LRU, BlockPool, ConfigError, ExtentLayout
+from allocator.eviction_learned import learned_together
 from kvstore.admission import Admitter
 from kvstore.announce import Announcer
 from kvstore.arrival import Arrivals
@@ -18,6 +19,7 @@ from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
+from kvstore.reuse_notes import ReuseNotes
 from kvstore.tier_admission import make_admission
 from kvstore.upkeep import Upkeep
 from kvstore.write_behind import WriteBehind
@@ -74,8 +76,9 @@ def assemble(
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
-    announcer = Announcer(EventStream(epoch=epoch, queue_limit=config.event_queue_limit), codec.name if codec else None)
-    pool = BlockPool(layout)
+    announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None)
+    learns = config.eviction_policy == "learned"
+    pool = BlockPool(layout, learned_together(layout.group_count, geometry.block_tokens) if learns else LRU)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
 
     def on_failed(cause: str) -> None:
@@ -97,7 +100,10 @@ def assemble(
         pool, device, executor, metrics, fetcher, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
     )
     cools = codec is not None
-    upkeep = Upkeep(geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, cools=cools)
+    reuse = ReuseNotes(pool, geometry.block_tokens, is_learning=learns)
+    upkeep = Upkeep(
+        geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
+    )
 
     count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
 

@@ -23,9 +23,11 @@ ENV_PREFIX = "KVSTORE_"
 DAEMON_PREFIX = "KVSTORE_DAEMON_"
 """Variables of `kvstore serve` alone."""
 TOML_TABLE = "kvstore"
-OTHER_VARIABLES = frozenset({"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE"})
+OTHER_VARIABLES = frozenset(
+    {"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE", "KVSTORE_TRACES"}
+)
 """Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models, which
-kernels `quant` uses, and what `kvstore record` asks for."""
+kernels `quant` uses, what `kvstore record` asks for, and where tests find public traces."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -151,6 +153,9 @@ class KVStoreConfig:
     host_prefault: bool = _key(True, "true or false", _truth)
     """Touch the host arena's pages in the background."""
 
+    eviction_policy: str = _key("learned", "lru or learned", _one_of("lru", "learned"))
+    """Which idle device block goes first: the longest unused, or what learning says, with LRU as its floor."""
+
     disk_path: str = _key("", "a directory's path, or '' for none", _path)
     """Directory of the disk tier; empty: none. One store a directory."""
     disk_bytes: int = _key(8 << 30, f"{_BYTES}, at least 1 MiB", _size)
@@ -206,7 +211,6 @@ class KVStoreConfig:
     """Life of a pin: the default, and the longest."""
     placeholder_ids: tuple[int, ...] = _key((), "token ids in [0, 2**32), as a list or as text '1, 2'", _token_ids)
     """Token ids that stand for media: without a Media over them they are refused."""
-    event_queue_limit: int = _key(4096, "an int in [1, 2**20]", _whole(1, 1 << 20))
     debug_poison: bool = _key(False, "true or false", _truth)
     """Fill slots with NaN before they are handed out to be written, so that a read of what was not written shows."""
 

@@ -276,7 +276,8 @@ class Growth:
     # -- fork ---------------------------------------------------------------------------------------------------
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all that a sequence holds."""
+        """Give back all that a sequence holds, at its end."""
+        self._upkeep.reuse.note(sequence)
         self.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:

@@ -104,7 +104,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
         replayed = _trace(trace, form, workload, requests, seed, block_tokens)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    with _progress(len(settings) * len(replayed)) as progress:
+    with progress_bar(len(settings) * len(replayed)) as progress:
         rows = run(replayed, settings, jobs, progress)
     _report(replayed, rows, html, json_file)
 
@@ -207,7 +207,7 @@ def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+def progress_bar(total: int) -> Iterator[Callable[[int], None] | None]:
     """A bar on standard error while somebody is looking."""
     if not sys.stderr.isatty():
         yield None

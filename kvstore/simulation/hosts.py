@@ -100,9 +100,9 @@ class Host:
             fresh = pool.allocate(0, wanted)
             pool.seal_many(fresh, names[device : device + wanted], True)
             ids += fresh.tolist()
-        self._policy.observe(ids, keys)
-        ids.reverse()
-        pool.release(ids)
+        self._policy.observe(keys, (ids,))
+        pool.release(ids[::-1])
+        self._policy.settle()
         return device, own, remote
 
     def _below(self, names: list[bytes]) -> tuple[int, int]:
