@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from allocator.errors import KVError
+from engine_adapter.server.this_machine import is_loopback
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not 0 < given.request_seconds < float("inf"):
         parser.error(f"--request-seconds: got {given.request_seconds}, expected a number above 0")
     given.token = _token(parser, given.token_file)
-    if given.token is None and not _is_loopback(given.host):
+    if given.token is None and not is_loopback(given.host):
         parser.error(f"--host: {given.host} is not this machine alone; give --token-file with it")
     return given
 
@@ -76,13 +76,6 @@ def _token(parser: argparse.ArgumentParser, path: Path | None) -> str | None:
         if 16 <= len(token) <= 512 and token.isprintable() and " " not in token:
             return token
     parser.error(f"--token-file: {path} holds no token; expected 16 to 512 characters without blanks")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

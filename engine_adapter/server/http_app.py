@@ -21,6 +21,7 @@ from starlette.routing import Route
 from allocator.errors import CapacityError, KVError, UsageError
 from engine_adapter.server.answers import Answer, AnswerFailed, ClientGone, EventQueue, Piece
 from engine_adapter.server.messages import BadRequest, Limits, Wanted, parse_body, wanted
+from engine_adapter.server.this_machine import names_loopback
 
 if TYPE_CHECKING:
     from engine_adapter.decode_loop import DecodeLoop
@@ -137,8 +138,10 @@ class _Routes:
 
     def _unauthorized(self, request: Request) -> Response | None:
         token = self._served.token
-        if token is None:
-            return None
+        if token is None:  # then it listens on this machine alone, and is for what runs here: for no foreign page
+            host = request.headers.get("host", "")
+            refused = _error(403, f"host: got {host!r:.80}; expected this machine's, or a token")
+            return None if names_loopback(host) else refused
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if hmac.compare_digest(given, f"Bearer {token}".encode()):
             return None

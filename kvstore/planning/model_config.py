@@ -90,8 +90,8 @@ class ModelShape:
 
     groups: its cache groups, unsharded. score_dim, value_dim: width of a head's product with a key and with a value
     when a prompt is computed (MLA: of the expanded heads). base_parameters: all weights but embeddings and routed
-    experts. embedding_parameters: one table; `tied` says that it is also the output layer. quantization: how the weights
-    are published, where that is not 16 bits.
+    experts. embedding_parameters: one table; `tied` says that it is also the output layer. quantization: how
+    the weights are published, where that is not in 16 bits.
     """
 
     name: str

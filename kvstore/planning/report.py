@@ -170,8 +170,8 @@ def _notes(shape: ModelShape, demand: Demand, machine: Machine, settings: Sequen
         )
     if shape.quantization is not None and machine.weights_bytes == 2 * shape.parameters:
         notes.append(
-            f"this model is published with quantised weights ({shape.quantization}), here 2 bytes a parameter are taken: "
-            "give --weights-bytes, the size of its files"
+            f"this model is published with quantised weights ({shape.quantization}), here 2 bytes a parameter are "
+            "taken: give --weights-bytes, the size of its files"
         )
     if shape.context_limit is not None and demand.context_tokens > shape.context_limit:
         notes.append(f"the model's config allows {shape.context_limit:,} positions, fewer than the context asked for")
