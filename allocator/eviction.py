@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.intp]"
+Keys: TypeAlias = "npt.NDArray[np.uint64]"
+Prices: TypeAlias = "npt.NDArray[np.float64]"
 Usable: TypeAlias = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 _Segment: TypeAlias = tuple[int, "int | list[int] | Ids", bool]
 
@@ -59,11 +61,14 @@ class EvictionPolicy(ABC):
     def since(self, block_id: int) -> int:
         """Tick of the release that made the block idle."""
 
-    def observe(self, keys: npt.NDArray[np.uint64], tables: Sequence[Ids | list[int]]) -> None:  # noqa: B027
+    def observe(  # noqa: B027 - most need nothing
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None
+    ) -> None:
         """A request's full blocks, head first, about when they are released: what a policy that learns is told.
 
         keys: uint64[n], well mixed (of a block hash: its first eight bytes); tables: of each group the ids of the
-        first of them that are resident, -1 where a block is not. Told of by any policy of a pool, once.
+        first of them that are resident, -1 where a block is not; prices: float64[n], what losing each would cost, in
+        seconds a byte or on any other scale. Told to any policy of a pool, once.
         """
 
     def settle(self) -> None:  # noqa: B027 - most put nothing off

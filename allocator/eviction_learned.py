@@ -23,8 +23,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from allocator.eviction import LRU, Ids, Usable
-from allocator.eviction_reuse import LEVELS, ReuseMemory
+from allocator.eviction import LRU, Ids, Keys, Prices, Usable
+from allocator.eviction_reuse import LEVELS, WORTHS, ReuseMemory
 from allocator.eviction_shadow import ShadowCache
 
 _SHADOW_BLOCKS = 2048
@@ -49,12 +49,13 @@ class _Floor:
         self._earned_blocks = self._seen_blocks = 0.0
         self.prefers_recency = True
 
-    def request(self, keys: npt.NDArray[np.uint64], group: int, clock: int, until: npt.NDArray[np.float64]) -> None:
+    def request(self, keys: Keys, group: int, clock: int, until: Prices, worths: Prices | None) -> None:
         if group < self._share:
             names = keys.tolist()
-            self._seen_blocks += len(names)
-            self._recency.request(names, [float(clock)] * len(names))
-            self._learned.request(names, until.tolist())
+            weights = None if worths is None else worths.tolist()
+            self._seen_blocks += len(names) if weights is None else sum(weights)
+            self._recency.request(names, [float(clock)] * len(names), weights)
+            self._learned.request(names, until.tolist(), weights)
 
     def end_epoch(self) -> None:
         """LRU until the other is clearly ahead; back when it no longer is, or when following it has cost too much."""
@@ -83,21 +84,23 @@ class Reuse:
         self._grain = grain
         self._epoch = 0
         self.ages: npt.NDArray[np.int64] = self._memory.ages.astype(np.int64)
-        self.wanted: npt.NDArray[np.intp] = np.full(id_capacity + 1, self._memory.levels[0], dtype=np.intp)
+        self.wanted: npt.NDArray[np.intp] = np.full(id_capacity + 1, self._memory.levels[0, 0], dtype=np.intp)
 
     @property
     def prefers_recency(self) -> bool:
         """Whether LRU is the better order now."""
         return self._floor.prefers_recency
 
-    def observe(self, keys: npt.NDArray[np.uint64], tables: Sequence[Ids | list[int]]) -> None:
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
         if not len(keys):
             return
-        levels, group = self._memory.observe(keys)
+        worths = None if prices is None else self._memory.worths(prices)
+        levels, group = self._memory.observe(keys, worths)
         for ids in tables:
             self.wanted[ids] = levels[: len(ids)]
         clock, every = self._memory.clock, slice(self._grain - 1, None, self._grain)
-        self._floor.request(keys[every], group, clock, clock + self._memory.ages[levels[every]])
+        weights = None if worths is None else WORTHS[worths[every]]
+        self._floor.request(keys[every], group, clock, clock + self._memory.ages[levels[every]], weights)
         if self._memory.epoch != self._epoch:
             self._epoch = self._memory.epoch
             self._floor.end_epoch()
@@ -152,8 +155,8 @@ class Learned(LRU):
         """Whether it acts as LRU now."""
         return self._by_recency
 
-    def observe(self, keys: npt.NDArray[np.uint64], tables: Sequence[Ids | list[int]]) -> None:
-        self._reuse.observe(keys, tables)
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+        self._reuse.observe(keys, tables, prices)
 
     # -- placing ------------------------------------------------------------------------------------------------
 

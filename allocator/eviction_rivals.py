@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from allocator.eviction import EvictionPolicy, Ids, Usable
+from allocator.eviction import EvictionPolicy, Ids, Keys, Prices, Usable
 
 _Queue = OrderedDict[int, None]
 
@@ -56,7 +56,8 @@ class _Leafy(EvictionPolicy):
     def since(self, block_id: int) -> int:
         return self._idle.get(block_id, 0)
 
-    def observe(self, keys: npt.NDArray[np.uint64], tables: Sequence[Ids | list[int]]) -> None:
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+        del prices
         (ids,) = tables
         chain = ids if isinstance(ids, list) else ids.tolist()
         names = keys.tolist()

@@ -208,7 +208,7 @@ class KVStoreConfig:
     share: bool = _key(False, "true or false", _truth)
     """Copies may leave this process: needs an identity with known weights."""
     lease_seconds: float = _key(30.0, "a number in (0, 86400]", _real(0, 86400, above=True))
-    """Life of a pin: the default, and the longest."""
+    """Life of a pin: the default, and the longest. All pins together hold half of the device's memory at most."""
     placeholder_ids: tuple[int, ...] = _key((), "token ids in [0, 2**32), as a list or as text '1, 2'", _token_ids)
     """Token ids that stand for media: without a Media over them they are refused."""
     debug_poison: bool = _key(False, "true or false", _truth)

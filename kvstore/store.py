@@ -175,7 +175,7 @@ class KVStore:
         """Hold the device-resident part of a prefix for `ttl_seconds`, whatever happens around it.
 
         Admit with `lease=` to use it. An ended lease is no error there: it is a miss, or less of a hit. None: for
-        `config.lease_seconds`, which is also the longest that may be asked for.
+        `config.lease_seconds`, the longest there is. CapacityError when pins would hold over half of the device.
         """
         seconds = self._parts.leases.checked_seconds(ttl_seconds)
         chain = self._prompts.chain(token_ids, media, identity)

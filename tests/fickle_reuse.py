@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from allocator.eviction import Ids
+from allocator.eviction import Ids, Keys, Prices
 from allocator.eviction_learned import Reuse
 from allocator.eviction_reuse import LEVELS
 
@@ -24,7 +23,7 @@ class FickleReuse(Reuse):
     def prefers_recency(self) -> bool:
         return not self._steady and self._observed_count // 4 % 2 == 0
 
-    def observe(self, keys: npt.NDArray[np.uint64], tables: Sequence[Ids | list[int]]) -> None:
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
         self._observed_count += 1
         for ids in tables:
             self.wanted[ids] = (keys[: len(ids)] >> np.uint64(20)).astype(np.intp) % LEVELS

@@ -48,7 +48,7 @@ def plan(  # noqa: PLR0913 - the signature is the command line
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Requests to replay on that machine, as simulate does.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Of eviction, for --trace.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Of eviction, for --trace.")] = "default",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with charts.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the plan; - is standard output.")

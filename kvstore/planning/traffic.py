@@ -64,13 +64,15 @@ def _setting(
     enough = max(1, traffic.trace.unique_count)
     host, remote = [*(min(one, enough) for one in below), 0, 0][:_TIERS_MAX]
     host_speed, remote_speed = [*(tier.bytes_per_second or 1.0 for tier in tiers), 1.0, 1.0][:_TIERS_MAX]
-    costs = costs_of(capacity, machine, host_bytes_per_second=host_speed, remote_bytes_per_second=remote_speed)
+    costs = costs_of(capacity, machine, host_speed, remote_speed)
     return Setting(
         policy=traffic.policy, capacity_blocks=min(blocks, enough), host_blocks=host, remote_blocks=remote, costs=costs
     )
 
 
-def costs_of(capacity: Capacity, machine: Machine, **speeds: float) -> Costs:
+def costs_of(
+    capacity: Capacity, machine: Machine, host_bytes_per_second: float, remote_bytes_per_second: float
+) -> Costs:
     """The floors of a prompt as the simulator's model: linear work, and attention that grows with the square."""
     shape = capacity.shape
     width = 2 * shape.query_heads * (shape.score_dim + shape.value_dim)
@@ -81,7 +83,8 @@ def costs_of(capacity: Capacity, machine: Machine, **speeds: float) -> Costs:
         bytes_per_token=max(1, round(capacity.token_bytes)),
         prefill_tokens_per_second=machine.flops_per_second / linear,
         attention_tokens=linear / (width * whole) if whole else _NEVER_TOKENS,
-        **speeds,
+        host_bytes_per_second=host_bytes_per_second,
+        remote_bytes_per_second=remote_bytes_per_second,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allocator.eviction import EvictionPolicy, Usable
-from allocator.eviction_learned import Learned
+from allocator.eviction_learned import Learned, Reuse
 from allocator.eviction_reuse import BINS, ReuseMemory
 from allocator.eviction_rivals import ARC, LRU2, S3FIFO, WTinyLFU
 from allocator.eviction_shadow import ShadowCache
@@ -131,6 +131,18 @@ def test_classes_that_come_back_are_kept_longer_than_those_that_never_do() -> No
     assert levels["again"] > levels["never"] + 4
     assert levels["never"] == 0
     assert len(memory.ages) == BINS + 1
+
+
+def test_of_blocks_that_come_back_alike_those_with_a_copy_below_are_cheaper_to_lose() -> None:
+    """Two kinds of chains with the same reuse; of the first a fetch, of the second computing again is the price."""
+    reuse, numbers = Reuse(1000, 400), random.Random(2)
+    policy = Learned(1000, reuse)
+    for turn in range(6000):
+        is_copied = turn % 2 == 0
+        first = (10_000 if is_copied else 20_000) + 5 * numbers.randrange(80)
+        ids = [100 + place for place in range(5)] if is_copied else [200 + place for place in range(5)]
+        policy.observe(keys(*range(first, first + 5)), (ids,), np.full(5, 0.002 if is_copied else 0.02))
+    assert reuse.wanted[200:205].min() > reuse.wanted[100:105].max()
 
 
 def test_a_shadow_keeps_parents_with_their_children_and_within_its_room() -> None:
