@@ -209,10 +209,9 @@ def _judge(found: Diagnosis) -> Verdict:
     """The phase with most of the time at the highest load, and its cause."""
     here = found.shares[-1]
     if here.total_seconds < _QUICK_SECONDS:
-        refused = (
-            f"a whole request takes {here.total_seconds * 1e3:.1f} ms: too little to be divided, and nothing is slow"
-        )
-        return Verdict(None, None, refused, (), (), refused=refused)
+        whole = f"{here.total_seconds * 1e3:.1f} ms"
+        quick = f"a whole request takes {whole}: too little to be divided, and nothing is slow"
+        return Verdict(None, None, quick, (), (), refused=quick)
     name = max(("queue", "prompt", "decode"), key=here.of)
     said = (
         f"of a request's {here.total_seconds:.2f} s with {here.requests_at_once} at once: queue "
