@@ -58,6 +58,12 @@ class Parts:
     arrivals: Arrivals
     announcer: Announcer
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """For the choice between loading and computing, and for tiers that want to know."""
+        self.costs.observe_prefill(tokens, seconds)
+        for tier in self.tiers:
+            tier.note_prefill_speed(self.costs.prefill_tokens_per_second)
+
 
 def assemble(
     geometry: KVGeometry,
@@ -76,7 +82,7 @@ def assemble(
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
-    announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None)
+    announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None, geometry.block_tokens)
     learns = config.eviction_policy == "learned"
     pool = BlockPool(layout, learned_together(layout.group_count, geometry.block_tokens) if learns else LRU)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
@@ -160,6 +166,8 @@ def own_tiers(
             executor = make_executor(config.io_threads, "kvstore-host", on_failed=on_failed)
             slot_bytes = [size for size in layout.raw_slot_bytes if size]
             tiers.append(HostTier(config.host_bytes, executor, slot_bytes=slot_bytes, prefault=config.host_prefault))
+        if config.daemon_socket:
+            tiers.append(_daemon_tier(geometry, config, on_failed))
         if config.disk_path:
             from kvstore.disk_tier import DiskTier
             from kvstore.frame_specs import geometry_specs
@@ -178,6 +186,20 @@ def own_tiers(
             tier.close()
         raise
     return tuple(tiers)
+
+
+def _daemon_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:
+    from kvstore.daemon.client import DaemonTier
+    from kvstore.frame_specs import geometry_specs
+
+    deadline = config.fetch_deadline_seconds
+    return DaemonTier(
+        config.daemon_socket,
+        make_executor(config.io_threads, "kvstore-daemon", on_failed=on_failed),
+        specs=geometry_specs(geometry),
+        timeout_seconds=min(0.25, deadline / 2),
+        fetch_seconds=deadline,
+    )
 
 
 def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:

@@ -21,7 +21,8 @@ from allocator.errors import ConfigError
 
 ENV_PREFIX = "KVSTORE_"
 DAEMON_PREFIX = "KVSTORE_DAEMON_"
-"""Variables of `kvstore serve` alone."""
+"""Variables of `kvstore serve` alone, but for one."""
+_CLIENT_SOCKET = "KVSTORE_DAEMON_SOCKET"
 TOML_TABLE = "kvstore"
 OTHER_VARIABLES = frozenset(
     {"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE", "KVSTORE_TRACES"}
@@ -163,6 +164,9 @@ class KVStoreConfig:
     disk_sync: str = _key("none", "one of none, batch, always", _one_of("none", "batch", "always"))
     """What survives a power cut: nothing for sure, all but the last transfer, every copy that was reported stored."""
 
+    daemon_socket: str = _key("", "a path, or '' for none", _path)
+    """Where `kvstore serve` listens: its cache is a tier of this store, shared with the host's other processes."""
+
     # remote
     redis_url: str = _key("", "a URL as in docs/how-to/redis.md, or nothing", _text, private=True)
     """Where Redis or Valkey is; empty: no remote tier."""
@@ -248,7 +252,9 @@ class KVStoreConfig:
         given: dict[str, Any] = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES and not name.startswith(DAEMON_PREFIX)
+            if name.startswith(ENV_PREFIX)
+            and name not in OTHER_VARIABLES
+            and (name == _CLIENT_SOCKET or not name.startswith(DAEMON_PREFIX))
         }
         _refuse_unknown(given, f"environment ({ENV_PREFIX}*)")
         for name, value in given.items():

@@ -6,11 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from allocator.errors import KVError
-from engine_adapter.server.this_machine import is_loopback
+from kvstore.http_access import is_loopback, token_of
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: its threads sleep while they wait
     try:
-        from engine_adapter.server.listen import serve
+        from kvstore.http_listen import serve
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
@@ -71,10 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _token(parser: argparse.ArgumentParser, path: Path | None) -> str | None:
     if path is None:
         return None
-    with suppress(OSError, UnicodeDecodeError):
-        token = path.read_text(encoding="ascii").strip()
-        if 16 <= len(token) <= 512 and token.isprintable() and " " not in token:
-            return token
+    if (token := token_of(path)) is not None:
+        return token
     parser.error(f"--token-file: {path} holds no token; expected 16 to 512 characters without blanks")
 
 
