@@ -20,7 +20,7 @@ from starlette.routing import Route
 from allocator.errors import CapacityError, KVError, UsageError
 from engine_adapter.server.answers import Answer, AnswerFailed, ClientGone, EventQueue, Piece
 from engine_adapter.server.messages import BadRequest, Limits, Wanted, parse_body, wanted
-from kvstore.http_access import has_token
+from kvstore.http_access import has_token, names_loopback
 
 if TYPE_CHECKING:
     from engine_adapter.decode_loop import DecodeLoop
@@ -137,8 +137,10 @@ class _Routes:
 
     def _unauthorized(self, request: Request) -> Response | None:
         token = self._served.token
-        if token is None:
-            return None
+        if token is None:  # then it listens on this machine alone, and is for what runs here: for no foreign page
+            host = request.headers.get("host", "")
+            refused = _error(403, f"host: got {host!r:.80}; expected this machine's, or a token")
+            return None if names_loopback(host) else refused
         if has_token(request.headers.get("authorization", ""), token):
             return None
         return _error(401, "expected the server's token as 'Authorization: Bearer ...'", kind="authentication_error")

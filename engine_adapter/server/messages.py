@@ -24,7 +24,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "echo": (None, False), "suffix": (None, ""),
     "best_of": (None, 1), "logit_bias": (None, {}), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
     "tools": (None, []), "tool_choice": (None, "none", "auto"), "functions": (None, []), "cache_salt": (None,),
-    "response_format": (None, {"type": "text"}), "min_tokens": (None, 0),
+    "response_format": (None, {"type": "text"}), "min_tokens": (None, 0), "min_p": (None, 0),
+    "repetition_penalty": (None, 1), "length_penalty": (None, 1), "stop_token_ids": (None, []), "bad_words": (None, []),
+    "allowed_token_ids": (None,), "truncate_prompt_tokens": (None,), "use_beam_search": (None, False),
 }  # fmt: skip
 
 
@@ -72,9 +74,9 @@ def wanted(
 ) -> Wanted:
     """What a parsed body asks for. Raises BadRequest."""
     for field, harmless in _UNSUPPORTED.items():
-        if field in fields and fields[field] not in harmless:
+        if field in fields and not _is_one_of(fields[field], harmless):
             raise BadRequest(f"{field}: got {fields[field]!r:.80}; this server does not support it", field)
-    token_ids = _chat_prompt(fields, tokenizer) if chat else _prompt(fields, tokenizer)
+    token_ids = _chat_prompt(fields, tokenizer) if chat else _prompt(fields, tokenizer, limits.vocab_size)
     if not token_ids:
         raise BadRequest("the prompt is empty; expected at least one token", "messages" if chat else "prompt")
     default = _DEFAULT_CHAT_TOKENS if chat else _DEFAULT_COMPLETION_TOKENS
@@ -106,13 +108,21 @@ def wanted(
     return Wanted(request, chat, _truth(fields, "stream"), _truth(options, "include_usage"), _stops(fields))
 
 
-def _prompt(fields: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def _is_one_of(given: object, harmless: tuple[object, ...]) -> bool:
+    """0 is not false here: OpenAI's logprobs of 0 asks for those of the tokens put out."""
+    return any(given == one and (type(given) is bool) == (type(one) is bool) for one in harmless)
+
+
+def _prompt(fields: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> list[int]:
     given = fields.get("prompt")
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         given = given[0]
     if isinstance(given, str):
         return _encode(tokenizer, given)
     if isinstance(given, list) and given and all(type(one) is int for one in given):
+        for place, one in enumerate(given):
+            if not 0 <= one < vocab_size:
+                raise BadRequest(f"prompt[{place}]: got {one}; expected a token id in [0, {vocab_size})", "prompt")
         return list(given)
     raise BadRequest(
         f"prompt: got {given!r:.80}; expected one text or one list of token ids (one prompt a request)", "prompt"

@@ -10,6 +10,7 @@ import http.client
 import json
 import ssl
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from allocator.errors import ConfigError
 
 _LINE_LIMIT = 1 << 20
+_PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,12 @@ class Endpoint:
     _base: str = ""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        try:
+            parts = urlsplit(self.url)
+            sound = bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
+        except ValueError:  # of brackets or of a port
+            sound = False
+        if not sound or parts.query or parts.fragment or any(one <= " " for one in self.url):
             raise ConfigError(f"url: got {self.url!r}; expected http://host:port or https://host/path")
         self._base = parts.path.rstrip("/").removesuffix("/v1")
 
@@ -129,11 +135,13 @@ class Endpoint:
                 optional = [name for name in ("ignore_eos", "stream_options") if name not in self._refused]
                 if answer.status in (400, 422) and optional:
                     return Sample(started), next((name for name in optional if name in said), optional[0])
-                return Sample(started, error=f"status {answer.status}: {said[:200]}"), None
-            sample = _read(answer, started)
+                return Sample(started, error=f"status {answer.status}: {' '.join(said.split())[:200]}"), None
+            sample = _read(answer, started, started + self.timeout_seconds)
             connection.close()
             return sample, None
-        except (OSError, http.client.HTTPException, ValueError, TypeError, AttributeError) as error:
+        except (TypeError, AttributeError):
+            return Sample(started, error="the stream is not in OpenAI's form"), None
+        except (OSError, http.client.HTTPException, ValueError) as error:
             return Sample(started, error=f"{type(error).__name__}: {error}"), None
 
     def _open(self) -> http.client.HTTPConnection:
@@ -151,27 +159,47 @@ class Endpoint:
         return headers | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
 
 
-def _read(answer: http.client.HTTPResponse, started: float) -> Sample:
+def _lines(answer: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
+    """Lines as they come. TimeoutError when they have not ended by the deadline, however much comes."""
+    held = b""
+    while piece := answer.read1(_PIECE_BYTES):
+        if time.perf_counter() > deadline:
+            raise TimeoutError("the stream had not ended when the time was over")
+        *lines, held = (held + piece).split(b"\n")
+        yield from lines
+        if len(held) > _LINE_LIMIT:
+            raise ValueError(f"a line of more than {_LINE_LIMIT} bytes")
+    yield held
+
+
+def _read(answer: http.client.HTTPResponse, started: float, deadline: float) -> Sample:
     """The events of a stream, each noted as it arrives."""
     times: list[float] = []
     usage: dict[str, Any] = {}
     error = None
-    while line := answer.readline(_LINE_LIMIT):
+    ended = False
+    for line in _lines(answer, deadline):
         now = time.perf_counter()
         if not line.startswith(b"data:"):
             continue
         content = line[5:].strip()
         if content == b"[DONE]":
+            ended = True
             break
         event = json.loads(content)
         if event.get("error"):
             error = str(event["error"])[:200]
         usage = event.get("usage") or usage
+        choices = event.get("choices") or ()
+        ended = ended or any(choice.get("finish_reason") for choice in choices)
         # The last piece may only say why the answer ended; it is no token.
-        if any(choice.get("text") or not choice.get("finish_reason") for choice in event.get("choices") or ()):
+        if any(choice.get("text") or not choice.get("finish_reason") for choice in choices):
             times.append(now)
     if error is None and not times:
-        error = "the stream held no answer"
+        kind = answer.getheader("content-type", "none")
+        error = f"the stream held no answer (content-type {kind}; expected text/event-stream)"
+    elif error is None and not ended:
+        error = f"the stream broke off after {len(times)} pieces"
     details = usage.get("prompt_tokens_details") or {}
     return Sample(
         started,

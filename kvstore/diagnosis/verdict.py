@@ -26,6 +26,7 @@ _UNSEEN_CACHED = 0.1
 _REUSED = 0.7  # a repeated prompt that takes more of the first one's time than this was not reused
 _LENGTH_SPAN = 3.0
 _TOKENS = 8
+_QUICK_SECONDS = 0.02  # a whole request that takes less is timed by this machine's threads, not by the server
 
 REMEDIES = {
     "queueing": (
@@ -207,6 +208,10 @@ def _restless(sound: list[tuple[int, Sample]], ttft: tuple[Point, ...]) -> str |
 def _judge(found: Diagnosis) -> Verdict:
     """The phase with most of the time at the highest load, and its cause."""
     here = found.shares[-1]
+    if here.total_seconds < _QUICK_SECONDS:
+        whole = f"{here.total_seconds * 1e3:.1f} ms"
+        quick = f"a whole request takes {whole}: too little to be divided, and nothing is slow"
+        return Verdict(None, None, quick, (), (), refused=quick)
     name = max(("queue", "prompt", "decode"), key=here.of)
     said = (
         f"of a request's {here.total_seconds:.2f} s with {here.requests_at_once} at once: queue "

@@ -60,6 +60,7 @@ def _deepseek(layers: int, hidden: int, dense: int, experts: int, expert_width: 
         kv_lora_rank=512, q_lora_rank=q_rank, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
         n_routed_experts=experts, moe_intermediate_size=expert_width, n_shared_experts=1 if layers == 61 else 2,
         num_experts_per_tok=8 if layers == 61 else 6, first_k_dense_replace=dense,
+        quantization_config={"quant_method": "fp8"} if layers == 61 else None,
     )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def _gpt_oss(layers: int, experts: int) -> Fields:
     return _dense(
         layers, 2880, (64, 8), 2880, 201088, 131072,
         model_type="gpt_oss", head_dim=64, sliding_window=128, num_local_experts=experts, num_experts_per_tok=4,
+        quantization_config={"quant_method": "mxfp4"},
     )  # fmt: skip
 
 

@@ -37,16 +37,41 @@ _COUNTS = (
 _COUNT_LIMIT = 1 << 24
 # Every n-th layer is full, the others have the window, where a config of that type does not list its layers.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+_QWEN2 = {"use_sliding_window": False, "max_window_layers": 28, "num_key_value_heads": 32}
+_QWEN2_VL = {"use_sliding_window": False, "max_window_layers": 80, "num_key_value_heads": 8}
 _FILLED_IN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
                     "vocab_size": 262208, "tie_word_embeddings": True},
-    "gemma2": {"head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True},
-    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
-    "qwen2": {"use_sliding_window": False},
-    "qwen2_moe": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False, "head_dim": 128},
-    "qwen3_moe": {"use_sliding_window": False, "head_dim": 128},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    "qwen2": _QWEN2,
+    "qwen2_moe": {**_QWEN2, "num_key_value_heads": 16},
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3": {**_QWEN2, "head_dim": 128},
+    "qwen3_moe": {"use_sliding_window": False, "num_key_value_heads": 4},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"sliding_window": 4096, "tie_word_embeddings": True},
+    "starcoder2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }  # fmt: skip
+_TWO_MATRICES = ("starcoder2", "gpt_neox", "phi")  # feed-forward layers without a gate
+# Fields of models some of whose layers keep something else than a key and a value a head and token.
+_FOREIGN = {
+    "full_attention_interval": "layers that all attend in full or in a window",
+    "attn_layer_period": "layers that all attend in full or in a window",
+    "layers_block_type": "layers that all attend in full or in a window",
+    "hybrid_override_pattern": "layers that all attend in full or in a window",
+    "attention_chunk_size": "layers that all attend in full or in a window",
+    "num_kv_shared_layers": "layers with KV of their own",
+    "multi_query": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +90,8 @@ class ModelShape:
 
     groups: its cache groups, unsharded. score_dim, value_dim: width of a head's product with a key and with a value
     when a prompt is computed (MLA: of the expanded heads). base_parameters: all weights but embeddings and routed
-    experts. embedding_parameters: one table; `tied` says that it is also the output layer.
+    experts. embedding_parameters: one table; `tied` says that it is also the output layer. quantization: how
+    the weights are published, where that is not in 16 bits.
     """
 
     name: str
@@ -80,6 +106,7 @@ class ModelShape:
     tied: bool
     experts: Experts | None
     context_limit: int | None
+    quantization: str | None = None
 
     @property
     def layers(self) -> int:
@@ -174,7 +201,9 @@ def read_config(config: object, name: str) -> ModelShape:
     text = dict(config.get("text_config") or config) if isinstance(config.get("text_config"), Mapping) else dict(config)
     kind = str(text.get("model_type") or config.get("model_type") or "")
     kind = "gemma3_text" if kind == "gemma3" else kind
-    fields = {**_FILLED_IN.get(kind, {}), **{key: value for key, value in text.items() if value is not None}}
+    filled = {**_FILLED_IN.get(kind, {}), **text}  # null is an answer too: Mistral's "no window"
+    filled.setdefault("quantization_config", config.get("quantization_config"))  # of a multimodal model: outside
+    fields = {key: value for key, value in filled.items() if value is not None}
     _check_fields(fields)
     _list_layers(fields, kind)
     _refuse_foreign(fields, kind)
@@ -230,9 +259,9 @@ def _refuse_foreign(fields: Mapping[str, Any], kind: str) -> None:
     strange = sorted({str(one) for one in fields.get("layer_types") or ()} - {FULL_ATTENTION, SLIDING_ATTENTION})
     if strange:
         raise ConfigError(f"layer_types: got {strange}; expected {FULL_ATTENTION} and {SLIDING_ATTENTION}")
-    if fields.get("num_kv_shared_layers"):
-        raise ConfigError(f"num_kv_shared_layers: got {fields['num_kv_shared_layers']}; expected layers with KV of "
-                          "their own")  # fmt: skip
+    for field, expected in _FOREIGN.items():
+        if fields.get(field):
+            raise ConfigError(f"{field}: got {fields[field]!r:.80}; expected {expected} (model_type {kind!r})")
     if fields.get("is_encoder_decoder") or kind in ("t5", "bart", "whisper"):
         raise ConfigError(f"is_encoder_decoder: got a model of type {kind!r}; expected a decoder")
 
@@ -245,7 +274,8 @@ def _shape(fields: Mapping[str, Any], groups: tuple[CacheGroup, ...], name: str)
     else:
         score_dim, value_dim = groups[0].key_dim, groups[0].value_dim
     dense_layers, experts, shared = _feed_forward(fields)
-    feed_forward = 3 * hidden * (fields.get("intermediate_size") or 4 * hidden) * dense_layers + shared
+    matrices = 2 if fields.get("model_type") in _TWO_MATRICES else 3
+    feed_forward = matrices * hidden * (fields.get("intermediate_size") or 4 * hidden) * dense_layers + shared
     attention = layers * _attention_parameters(fields, score_dim, value_dim)
     return ModelShape(
         name=name,
@@ -260,7 +290,13 @@ def _shape(fields: Mapping[str, Any], groups: tuple[CacheGroup, ...], name: str)
         tied=bool(fields.get("tie_word_embeddings", False)),
         experts=experts,
         context_limit=fields.get("max_position_embeddings"),
+        quantization=_quantization(fields),
     )
+
+
+def _quantization(fields: Mapping[str, Any]) -> str | None:
+    given = fields.get("quantization_config")
+    return str(given.get("quant_method") or "a method without a name") if isinstance(given, Mapping) else None
 
 
 def _attention_parameters(fields: Mapping[str, Any], score_dim: int, value_dim: int) -> int:
@@ -282,7 +318,7 @@ def _feed_forward(fields: Mapping[str, Any]) -> tuple[int, Experts | None, int]:
     count = fields.get("n_routed_experts") or fields.get("num_local_experts") or fields.get("num_experts")
     if not count:
         return layers, None, 0
-    width = fields.get("moe_intermediate_size") or fields["intermediate_size"]
+    width = fields.get("moe_intermediate_size") or fields.get("intermediate_size") or 4 * hidden
     per_token = fields.get("num_experts_per_tok")
     if not per_token or per_token > count:
         raise ConfigError(f"num_experts_per_tok: got {per_token!r}; expected a count up to {count}, the experts")

@@ -168,6 +168,11 @@ def _notes(shape: ModelShape, demand: Demand, machine: Machine, settings: Sequen
             f"the weights take {machine.weights_bytes / 2**30:.1f} GiB and may have "
             f"{machine.memory_bytes * machine.usable_fraction / 2**30:.1f} GiB with the KV: nothing is left for KV"
         )
+    if shape.quantization is not None and machine.weights_bytes == 2 * shape.parameters:
+        notes.append(
+            f"this model is published with quantised weights ({shape.quantization}), here 2 bytes a parameter are "
+            "taken: give --weights-bytes, the size of its files"
+        )
     if shape.context_limit is not None and demand.context_tokens > shape.context_limit:
         notes.append(f"the model's config allows {shape.context_limit:,} positions, fewer than the context asked for")
     short = [one["name"] for one in settings if not one["fits"]]

@@ -40,7 +40,7 @@ def read(path: Path, form: str | None = None, block_tokens: int | None = None) -
             raise TraceError(f"{place}: the trace has blocks of {tokens} tokens, asked for {block_tokens}")
     else:
         tokens = _BLOCK_TOKENS[form] if block_tokens is None else block_tokens
-    return build(path.stem, tokens, _recorded(path, tokens) if form == "kvstore" else _published(path, form))
+    return build(path.stem, tokens, _recorded(path, tokens) if form == "kvstore" else _published(path, form, tokens))
 
 
 def _header(head: _Line, place: str) -> int:
@@ -61,13 +61,19 @@ def _lines(path: Path, skip: int) -> Iterator[tuple[_Line, str]]:
                 yield _parsed(text, place), place
 
 
-def _published(path: Path, form: str) -> Iterator[Request]:
+def _published(path: Path, form: str, block_tokens: int) -> Iterator[Request]:
     """Requests of traces whose lines are in order of time."""
     convert: Callable[[_Line, str, dict[int, int]], Request] = {"mooncake": _mooncake, "bailian": _bailian}[form]
     before = 0.0
     chats: dict[int, int] = {}
     for line, place in _lines(path, skip=0):
         request = convert(line, place, chats)
+        most = -(-request.input_tokens // block_tokens)
+        if form == "mooncake" and len(request.block_ids) > most:  # blocks of another size, or another format
+            raise TraceError(
+                f"{place}: hash_ids: got {len(request.block_ids)} for {request.input_tokens} tokens in blocks of "
+                f"{block_tokens}; expected at most {most}"
+            )
         if request.seconds < before:
             raise TraceError(
                 f"{place}: got time {request.seconds} s after {before} s; expected requests in order of time"

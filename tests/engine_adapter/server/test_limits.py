@@ -67,8 +67,25 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "stream": "yes"}, "stream", "got 'yes'; expected true or false"),
     ({"prompt": "a", "stream_options": 3}, "stream_options", "expected an object"),
     ({"prompt": "a", "logprobs": 5}, "logprobs", "does not support it"),
+    ({"prompt": "a", "logprobs": 0}, "logprobs", "got 0; this server does not support it"),
+    ({"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty", "does not support it"),
+    ({"prompt": "a", "min_p": 0.1}, "min_p", "does not support it"),
+    ({"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids", "does not support it"),
+    ({"prompt": [1, 1 << 30], "stream": True}, "prompt", "prompt[1]: got 1073741824; expected a token id in [0,"),
     ({"prompt": "a", "cache_salt": "mine"}, "cache_salt", "does not support it"),
 ]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""])
+def test_a_name_that_is_not_this_machines_is_refused(client: Client, host: str) -> None:
+    # A foreign page whose name was made to point to 127.0.0.1 could send what it likes otherwise.
+    status, answer = client.send("/v1/completions", b'{"prompt": "a"}', JSON | {"Host": host})
+    assert (status, answer["error"]["message"]) == (403, f"host: got {host!r}; expected this machine's, or a token")
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "127.8.0.1", "[::1]:8000", "[::1]"])
+def test_this_machines_names_are_answered(client: Client, host: str) -> None:
+    assert client.get("/v1/models", {"Host": host})[0] == 200
 
 
 @pytest.mark.parametrize(("fields", "field", "message"), BAD)

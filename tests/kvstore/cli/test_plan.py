@@ -153,3 +153,11 @@ def test_planning_imports_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "[] 0"
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-20b"])
+def test_weights_that_are_published_in_fewer_bits_are_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(("plan", "--model", model))
+    assert "published with quantised weights" in capsys.readouterr().out
+    main(("plan", "--model", model, "--weights-bytes", "700 GB"))
+    assert "quantised" not in capsys.readouterr().out

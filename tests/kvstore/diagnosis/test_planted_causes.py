@@ -73,6 +73,7 @@ REFUSED: list[tuple[str, Plant, Probes, str]] = [
     ("close lengths", Plant(prefill_token=1e-3), replace(PROBES, prompt_tokens=(200, 210, 220)), "3 times the"),
     ("steps, one at a time", Plant(step=0.02), replace(PROBES, concurrency=(1,)), "only several requests at once tell"),
     ("half and half", Plant(first=0.08, prefill_token=0.2e-3), PROBES, "longer prompts would tell"),
+    ("nothing is slow", Plant(first=0, step=0), PROBES, "too little to be divided"),
 ]
 
 

@@ -44,6 +44,28 @@ def test_a_file_and_transformers_object_mean_the_same_groups(config: Any, tmp_pa
     assert read_config(fields, "older").groups == expected
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["mistral", "mixtral", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "cohere2",
+     "starcoder2", "smollm3", "llama"],
+)  # fmt: skip
+def test_what_a_class_fills_in_is_filled_in(kind: str) -> None:
+    # As people write configs by hand: only what differs from the class.
+    given = {"model_type": kind, "num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 64,
+             "vocab_size": 1000}  # fmt: skip
+    config = hf.AutoConfig.for_model(**given)
+    windowed = {"use_sliding_window": True, "sliding_window": 100} if kind == "qwen2" else {}
+    config = hf.AutoConfig.for_model(**given, **windowed)
+    shape = read_config(given | windowed, kind)
+    assert shape.groups == geometry_from_config(config, "bfloat16").groups
+    assert shape.tied is bool(config.tie_word_embeddings)
+
+
+def test_a_null_is_an_answer() -> None:
+    shape = read_config(LLAMA | {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": None}, "m")
+    assert [(group.window_tokens, group.kv_heads) for group in shape.groups] == [(None, 4)]
+
+
 def test_the_text_part_of_a_multimodal_model_is_read() -> None:
     # As google/gemma-3-4b-it has it: what the class fills in is left out.
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
@@ -77,6 +99,10 @@ def test_a_latent_is_one_group() -> None:
         ({"kv_lora_rank": 32}, "qk_rope_head_dim: got None; expected a count beside kv_lora_rank"),
         ({"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok: got 9; expected a count up to 8"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: got 2"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, "full_attention_interval: got 4; expected layers"),
+        ({"model_type": "jamba", "attn_layer_period": 8}, "attn_layer_period: got 8; expected layers that all attend"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size: got 8192"),
+        ({"model_type": "falcon", "multi_query": True}, "multi_query: got True; expected num_key_value_heads"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
     ],
 )
