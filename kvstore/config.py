@@ -88,14 +88,6 @@ def _truth(value: Any) -> bool:
     return value
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        raise _RefusedError
-    return tuple(_whole(0, (1 << 32) - 1)(one) for one in value)
-
-
 def _one_of(*names: str) -> _Reader:
     def read(value: Any) -> str:
         if not isinstance(value, str) or value not in names:
@@ -213,8 +205,6 @@ class KVStoreConfig:
     """Copies may leave this process: needs an identity with known weights."""
     lease_seconds: float = _key(30.0, "a number in (0, 86400]", _real(0, 86400, above=True))
     """Life of a pin: the default, and the longest. All pins together hold half of the device's memory at most."""
-    placeholder_ids: tuple[int, ...] = _key((), "token ids in [0, 2**32), as a list or as text '1, 2'", _token_ids)
-    """Token ids that stand for media: without a Media over them they are refused."""
     debug_poison: bool = _key(False, "true or false", _truth)
     """Fill slots with NaN before they are handed out to be written, so that a read of what was not written shows."""
 

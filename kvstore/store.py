@@ -72,8 +72,7 @@ class KVStore:
         check_store_arguments(geometry, self.config, device, tiers, clock)
         self.geometry = geometry
         self._device = device
-        placeholders = {*self.config.placeholder_ids, *placeholder_ids}
-        self._prompts = Prompts(geometry, identity, placeholder_ids=placeholders, share=self.config.share)
+        self._prompts = Prompts(geometry, identity, placeholder_ids=placeholder_ids, share=self.config.share)
         self._clock = clock
         self._lock = threading.RLock()
         self._arrived = threading.Event()

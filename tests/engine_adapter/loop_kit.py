@@ -129,7 +129,7 @@ class Kit:
         assert not self.loop.busy
         assert self.store.sequence_ids() == []
         for _ in range(1000):
-            for _ in range(6):  # a late completion comes some polls later
+            for _ in range(40):  # a late completion comes some polls later, and queued copies follow it
                 self.store.step()
             if not self.store.wait(0.01):
                 break

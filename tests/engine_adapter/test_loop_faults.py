@@ -10,7 +10,7 @@ from kvstore.testing import Faults, FaultyTier
 from tests.engine_adapter.loop_kit import KitMaker
 from tests.engine_adapter.random_load import run_random_mix
 
-SEEDS = range(10)
+SEEDS = range(24)
 
 
 def test_faults_below_never_reach_the_output(make_kit: KitMaker) -> None:

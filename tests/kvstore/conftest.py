@@ -40,7 +40,11 @@ def make_store() -> Iterator[Callable[..., KVStore]]:
     def make(blocks: int = 32, host_blocks: int = 0, geometry: KVGeometry | None = None, **settings: Any) -> KVStore:
         geometry = geometry or full_geometry()
         slot_bytes = sum(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
-        options = {name: settings.pop(name) for name in ("tiers", "clock", "device", "identity") if name in settings}
+        options = {
+            name: settings.pop(name)
+            for name in ("tiers", "clock", "device", "identity", "placeholder_ids")
+            if name in settings
+        }
         identity = options.pop("identity", None) or Identity(model="toy", weights="w0", geometry=geometry)
         settings.setdefault("codec", "raw")
         settings.setdefault("io_threads", "inline")

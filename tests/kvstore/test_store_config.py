@@ -64,10 +64,6 @@ BAD = [
     ("prefill_tokens_per_second", float("inf")),
     ("io_threads", "four"),
     ("lease_seconds", -1),
-    ("placeholder_ids", 5),
-    ("placeholder_ids", [2**32]),
-    ("placeholder_ids", "1, x"),
-    ("placeholder_ids", [True]),
 ]
 
 
@@ -93,10 +89,9 @@ def test_unknown_keys_are_refused_with_the_likely_one() -> None:
 def test_environment_over_file_over_defaults(tmp_path: Path) -> None:
     path = tmp_path / "store.toml"
     path.write_text('[kvstore]\nhost_bytes = "1 GiB"\nresidual_tokens = 64\n\n[other]\nx = 1\n', encoding="utf-8")
-    environ = {"KVSTORE_RESIDUAL_TOKENS": "32", "KVSTORE_SHARE": "yes", "KVSTORE_PLACEHOLDER_IDS": "5, 6", "HOME": "/"}
+    environ = {"KVSTORE_RESIDUAL_TOKENS": "32", "KVSTORE_SHARE": "yes", "HOME": "/"}
     config = KVStoreConfig.load(path, environ)
     assert (config.host_bytes, config.residual_tokens, config.share) == (1 << 30, 32, True)
-    assert config.placeholder_ids == (5, 6)
     assert config.codec == "int4"
     assert KVStoreConfig.load(None, {}) == KVStoreConfig()
     assert KVStoreConfig.from_toml("host_bytes = 5").host_bytes == 5
