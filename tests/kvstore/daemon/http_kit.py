@@ -22,7 +22,9 @@ _SERIES = re.compile(r"^([a-z_]+)(?:\{(.*)\})? (\S+)$")
 def served(directory: Path, *, sample_seconds: float = 0.2, reload: Any = None, **changes: Any) -> Iterator[Any]:
     """(daemon, web); changes: settings of either table."""
     names = KVStoreConfig.__dataclass_fields__
-    store = {"host_bytes": 8 << 20} | {name: value for name, value in changes.items() if name in names}
+    store = {"host_bytes": 8 << 20, "spill_policy": "everything"} | {
+        name: value for name, value in changes.items() if name in names
+    }
     own = {name: value for name, value in changes.items() if name not in names}
     own = {"http": "0", "socket_path": str(directory / "d.sock")} | own
     daemon = Daemon(DaemonSettings(store=KVStoreConfig(**store), **own))
