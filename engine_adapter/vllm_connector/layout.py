@@ -88,6 +88,6 @@ def blocks_per_page(engine_block_tokens: int, block_tokens: int) -> int:
     if engine_block_tokens % block_tokens:
         raise ConfigError(
             f"vLLM's block_size is {engine_block_tokens}, the store's blocks have {block_tokens} tokens; expected a "
-            f"multiple: start vLLM with --block-size {max(1, round(engine_block_tokens / block_tokens)) * block_tokens}"
+            f"multiple: start vLLM with --block-size {-(-engine_block_tokens // block_tokens) * block_tokens}"
         )
     return engine_block_tokens // block_tokens

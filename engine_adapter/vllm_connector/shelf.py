@@ -243,6 +243,8 @@ class Shelf:
                 chunk.readers += 1
                 self._chunks[transfer] = chunk
                 self._under_way_bytes[tier.name] += row.nbytes
+                if transfer in self._completions:  # it ran inside the call
+                    self._end_put(tier, self._completions.pop(transfer))
             self._counts["saved_blocks"] += len(items)
             self._end(chunk)
         self._drain()
@@ -252,19 +254,22 @@ class Shelf:
         if not chunk.readers:
             self._staging.give_back(chunk.row)
 
+    def _end_put(self, tier: Tier, completion: Completion) -> None:
+        chunk = self._chunks.pop(completion.transfer)
+        self._under_way_bytes[tier.name] -= chunk.row.nbytes
+        self._end(chunk)
+        for result in completion.results:
+            self._counts[f"put_{tier.name}_{result.value}"] += 1
+
     def _drain(self) -> None:
         """Take the tiers' completions; on any thread."""
         with self._done:
             for tier in self._tiers:
                 for completion in tier.poll():
-                    chunk = self._chunks.pop(completion.transfer, None)
-                    if chunk is None:
+                    if completion.transfer in self._chunks:
+                        self._end_put(tier, completion)
+                    else:
                         self._completions[completion.transfer] = completion
-                        continue
-                    self._under_way_bytes[tier.name] -= chunk.row.nbytes
-                    self._end(chunk)
-                    for result in completion.results:
-                        self._counts[f"put_{tier.name}_{result.value}"] += 1
             self._done.notify_all()
 
     @property
