@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from allocator import ConfigError, GroupKind, KVGeometry, TierError
 from engine_adapter.model_geometry import dtype_name
@@ -251,7 +253,7 @@ def group_pages(
 ) -> list[GroupPages]:
     """Where the layers of each cache group lie.
 
-    kv_caches: per layer name Tensor[blocks, heads, block, 2 * dim], or of a latent [blocks, block, dim], contiguous.
+    kv_caches: per layer name Tensor[blocks, heads, engine block tokens, 2 * dim], contiguous.
     """
     places: dict[int, tuple[int, torch.Tensor, int]] = {}
     for table, engine_group in enumerate(kv_cache_config.kv_cache_groups):
@@ -261,22 +263,43 @@ def group_pages(
                 places[int(found[1])] = (table, kv_caches[name], engine_group.kv_cache_spec.block_size)
     groups = []
     for group in geometry.groups:
-        pieces = group.kv_heads * (2 if group.value_dim else 1)
         layers, ratio = [], 1
         for layer in group.layers:
             if layer not in places:
                 raise ConfigError(f"layer {layer} of {group.name!r} has no KV cache of its own in vLLM: not supported")
             table, tensor, engine_tokens = places[layer]
             ratio = blocks_per_page(engine_tokens, geometry.block_tokens)
-            expected = pieces * engine_tokens * group.key_dim
-            if not tensor.is_contiguous() or tensor[0].numel() != expected:
+            expected = (group.kv_heads, engine_tokens, 2 * group.key_dim)
+            if not tensor.is_contiguous() or tuple(tensor.shape[1:]) != expected:
                 raise ConfigError(
                     f"layer {layer}: vLLM's cache has shape {tuple(tensor.shape)}, strides {tensor.stride()}; expected "
-                    f"contiguous blocks of {expected} values"
+                    f"contiguous blocks of {expected}"
                 )
             if dtype_name(tensor.dtype) != geometry.dtype:
                 raise ConfigError(f"layer {layer}: vLLM's cache is {tensor.dtype}; expected {geometry.dtype}")
             layers.append(LayerPages(tensor.view(torch.uint8).reshape(-1).numpy(), table))
-        piece_bytes = geometry.block_tokens * group.key_dim * geometry.dtype_bytes
-        groups.append(GroupPages(tuple(layers), pieces, piece_bytes, ratio))
+        shape = (group.kv_heads, group.key_dim, geometry.block_tokens, ratio, geometry.dtype_bytes)
+        check_layout(geometry, *shape[:4])
+        groups.append(GroupPages(tuple(layers), *shape))
     return groups
+
+
+def check_layout(geometry: KVGeometry, heads: int, dim: int, block_tokens: int, ratio: int) -> None:
+    """ConfigError where vLLM's own writer does not lay K and V out as layout.py reads them: it depends on the CPU."""
+    tokens, dtype = block_tokens * ratio, getattr(torch, geometry.dtype)
+    keys = torch.arange(2 * tokens * heads * dim, dtype=torch.float32).reshape(2, tokens, heads, dim).remainder(251)
+    keys, values = keys.to(dtype).unbind()
+    cache = torch.zeros(2, heads, 2 * tokens, dim, dtype=dtype)
+    isa = _get_attn_isa(dtype, tokens, dim)
+    slots = torch.arange(tokens, 2 * tokens)
+    ops.cpu_attn_reshape_and_cache(keys.contiguous(), values.contiguous(), *cache.chunk(2, dim=2), slots, isa)
+    flat = LayerPages(cache.view(torch.uint8).reshape(-1).numpy(), 0)
+    pages = GroupPages((flat,), heads, dim, block_tokens, ratio, geometry.dtype_bytes)
+    row = torch.zeros(ratio * pages.block_bytes, dtype=torch.uint8)
+    pages.gather([([[1]], position) for position in range(ratio)], row.numpy())
+    found = row.view(dtype).reshape(ratio, heads, 2, block_tokens, dim).permute(2, 0, 3, 1, 4)
+    if not torch.equal(found.reshape(2, tokens, heads, dim), torch.stack([keys, values])):
+        raise ConfigError(
+            f"dtype: vLLM packs {geometry.dtype} keys for this CPU ({isa!r}) in a way that is not supported; expected "
+            "--dtype float32"
+        )

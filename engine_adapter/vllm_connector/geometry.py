@@ -23,6 +23,11 @@ def engine_geometry(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -
         dtype=dtype_name(vllm_config.model_config.dtype),
         position=position_scheme(text),
     )
+    for group in geometry.groups:
+        if group.value_dim != group.key_dim:
+            raise ConfigError(
+                f"{group.name!r} has key dim {group.key_dim}, value dim {group.value_dim}: not supported yet"
+            )
     layers = sum(len(group.layers) for group in geometry.groups)
     engine_layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     if layers != engine_layers:

@@ -1,14 +1,15 @@
-"""Where vLLM keeps a token's keys and values, and how store blocks are gathered from there and scattered to there.
+"""Where vLLM's CPU backend keeps keys and values, and how store blocks are gathered from there and scattered to there.
 
-A layer's memory is `[blocks, heads, (K, V), engine_block_tokens, dim]` (a latent: one head, no V): inside one block and
-head, first all K, then all V. A store block is `[layers, heads, (K, V), block_tokens, dim]`, so a piece is one run of
-`block_tokens * dim` values. numpy only; the caller sees to it that nobody else writes the pages meanwhile.
+A layer's memory is `[blocks, heads, 2 * engine_block_tokens * dim]`: of one block and head first all K, channel by
+channel (`[dim, engine_block_tokens]`), then all V, token by token (`[engine_block_tokens, dim]`). A store block is
+`[layers, heads, (K, V), block_tokens, dim]`. numpy only; the caller sees to it that nobody else writes the pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,9 @@ import numpy.typing as npt
 from allocator import ConfigError
 from engine_adapter.vllm_connector.orders import NULL_BLOCK, Tables
 from kvstore.tier import ByteRow
-from quant.native import pages
 
-Int64Array = npt.NDArray[np.int64]
+Values: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+_WORDS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +32,19 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """A cache group of the store in vLLM's memory. piece_bytes: of one (head, K or V) of one store block."""
+    """A cache group of the store in vLLM's memory; K and V have the same dim."""
 
     layers: tuple[LayerPages, ...]
-    pieces: int
-    piece_bytes: int
+    kv_heads: int
+    dim: int
+    block_tokens: int
     blocks_per_page: int
+    item_bytes: int
 
     @property
     def block_bytes(self) -> int:
         """Of one store block over all layers."""
-        return len(self.layers) * self.pieces * self.piece_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Of one engine block of one layer."""
-        return self.pieces * self.piece_bytes * self.blocks_per_page
+        return len(self.layers) * self.kv_heads * 2 * self.block_tokens * self.dim * self.item_bytes
 
     def is_there(self, tables: Tables, position: int) -> bool:
         """Whether the engine has a page for the store block at `position` in every layer's table."""
@@ -57,30 +55,48 @@ class GroupPages:
 
     def gather(self, places: Sequence[tuple[Tables, int]], target: ByteRow) -> None:
         """Store blocks, each by its request's tables and position, one behind the other into `target`."""
-        for layer, at, inside in self._offsets(places):
-            pages.copy_pieces(layer.memory, at, target, inside, self.piece_bytes)
+        blocks = self._blocks(target, len(places))
+        for index, layer in enumerate(self.layers):
+            keys, values = self._pages(layer)
+            page, inside = self._where(layer, places)
+            blocks[:, index, :, 0] = keys[page, :, :, inside].swapaxes(2, 3)
+            blocks[:, index, :, 1] = values[page, :, inside]
 
     def scatter(self, source: ByteRow, places: Sequence[tuple[Tables, int]]) -> None:
         """The reverse: blocks that lie one behind the other in `source` to their pages."""
-        for layer, at, inside in self._offsets(places):
-            pages.copy_pieces(source, inside, layer.memory, at, self.piece_bytes)
-
-    def _offsets(self, places: Sequence[tuple[Tables, int]]) -> list[tuple[LayerPages, Int64Array, Int64Array]]:
-        """Per layer, where the pieces are in the layer's memory and in the blocks."""
-        ratio, piece, count = self.blocks_per_page, self.piece_bytes, self.pieces
-        step = np.arange(count, dtype=np.int64)
-        starts: dict[int, Int64Array] = {}
-        for table in {layer.table for layer in self.layers}:
-            rows = [tables[table][position // ratio] * self.page_bytes for tables, position in places]
-            inner = [position % ratio * piece for _, position in places]
-            first = np.array(rows, np.int64) + np.array(inner, np.int64)
-            starts[table] = (first[:, None] + step * (ratio * piece)).reshape(-1)
-        found = []
-        blocks = np.arange(len(places), dtype=np.int64)[:, None] * self.block_bytes
+        blocks = self._blocks(source, len(places))
         for index, layer in enumerate(self.layers):
-            inside = (blocks + index * count * piece + step * piece).reshape(-1)
-            found.append((layer, starts[layer.table], inside))
-        return found
+            keys, values = self._pages(layer)
+            page, inside = self._where(layer, places)
+            keys[page, :, :, inside] = blocks[:, index, :, 0].swapaxes(2, 3)
+            values[page, :, inside] = blocks[:, index, :, 1]
+
+    def _blocks(self, row: ByteRow, count: int) -> Values:
+        """[count, layers, heads, (K, V), block_tokens, dim]"""
+        words = row[: count * self.block_bytes].view(_WORDS[self.item_bytes])
+        return words.reshape(count, len(self.layers), self.kv_heads, 2, self.block_tokens, self.dim)
+
+    def _pages(self, layer: LayerPages) -> tuple[Values, Values]:
+        """K [pages, heads, dim, blocks_per_page, block_tokens], V [pages, heads, blocks_per_page, block_tokens, dim]"""
+        ratio, tokens, heads = self.blocks_per_page, self.block_tokens, self.kv_heads
+        halves = layer.memory.view(_WORDS[self.item_bytes]).reshape(-1, heads, 2, ratio * tokens * self.dim)
+        shape = (len(halves), heads)
+        keys = _split(halves[:, :, 0], (*shape, self.dim, ratio, tokens))
+        return keys, _split(halves[:, :, 1], (*shape, ratio, tokens, self.dim))
+
+    def _where(
+        self, layer: LayerPages, places: Sequence[tuple[Tables, int]]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        ratio = self.blocks_per_page
+        page = np.array([tables[layer.table][position // ratio] for tables, position in places], np.int64)
+        return page, np.array([position % ratio for _, position in places], np.int64)
+
+
+def _split(half: Values, shape: tuple[int, ...]) -> Values:
+    """`half` [pages, heads, n] with its last axis cut up, without a copy."""
+    item = half.itemsize
+    inner = [item * int(np.prod(shape[axis + 1 :])) for axis in range(2, 5)]
+    return np.lib.stride_tricks.as_strided(half, shape, (*half.strides[:2], *inner))
 
 
 def blocks_per_page(engine_block_tokens: int, block_tokens: int) -> int:

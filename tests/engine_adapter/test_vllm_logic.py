@@ -51,19 +51,26 @@ def identity(kv: KVGeometry | None = None, **given: Any) -> Identity:
 
 
 class Memory:
-    """vLLM's pages: per layer float32[pages, heads, (K, V), page tokens, dim], each value naming its own place."""
+    """vLLM's pages: per layer float32[pages, heads, 2 * page tokens * dim], each value naming its own place."""
 
     def __init__(self, group: CacheGroup, table: int = 0) -> None:
-        shape = (PAGES, HEADS, 2, PAGE, DIM)
+        shape = (PAGES, HEADS, 2 * PAGE * DIM)
         self.layers = [
             (np.arange(np.prod(shape), dtype=np.float32) + 10_000 * layer).reshape(shape) for layer in group.layers
         ]
         flat = tuple(LayerPages(one.reshape(-1).view(np.uint8), table) for one in self.layers)
-        self.pages = GroupPages(flat, HEADS * 2, BLOCK * DIM * 4, RATIO)
+        self.pages = GroupPages(flat, HEADS, DIM, BLOCK, RATIO, 4)
+
+    def tokens(self) -> np.ndarray[Any, Any]:
+        """float32[layers, pages, heads, (K, V), page tokens, dim]: K is kept channel by channel, V token by token."""
+        whole = np.stack(self.layers)
+        keys = whole[..., : PAGE * DIM].reshape(-1, PAGES, HEADS, DIM, PAGE).swapaxes(3, 4)
+        values = whole[..., PAGE * DIM :].reshape(-1, PAGES, HEADS, PAGE, DIM)
+        return np.stack([keys, values], axis=3)
 
     def block(self, page: int, inside: int) -> np.ndarray[Any, Any]:
         """float32[layers, heads, (K, V), block tokens, dim]"""
-        return np.stack([one[page, :, :, inside * BLOCK : (inside + 1) * BLOCK] for one in self.layers])
+        return self.tokens()[:, page, :, :, inside * BLOCK : (inside + 1) * BLOCK]
 
 
 # layout --------------------------------------------------------------------------------------------------------------
@@ -81,18 +88,18 @@ def test_gathered_blocks_have_the_stores_layout() -> None:
 
 def test_scatter_is_the_reverse_and_touches_nothing_else() -> None:
     memory = Memory(full((0, 1)))
-    before = [one.copy() for one in memory.layers]
+    before = memory.tokens()
     row = np.zeros(memory.pages.block_bytes, np.uint8)
     memory.pages.gather([([[3, 7]], 3)], row)
     memory.pages.scatter(row, [([[5, 9]], 2)])
-    assert np.array_equal(memory.block(9, 0), np.stack([one[7, :, :, BLOCK:] for one in before]))
-    changed = [np.argwhere((one != old).any(axis=(1, 2, 4))) for one, old in zip(memory.layers, before, strict=True)]
-    assert all(set(map(tuple, one)) == {(9, token) for token in range(BLOCK)} for one in changed)
+    assert np.array_equal(memory.block(9, 0), before[:, 7, :, :, BLOCK:])
+    changed = np.argwhere((memory.tokens() != before).any(axis=(0, 2, 3, 5)))
+    assert set(map(tuple, changed)) == {(9, token) for token in range(BLOCK)}
 
 
 def test_layers_of_one_group_go_by_their_own_tables() -> None:
     one, other = Memory(full((0,)), table=0), Memory(full((1,)), table=1)
-    both = GroupPages((*one.pages.layers, *other.pages.layers), HEADS * 2, BLOCK * DIM * 4, RATIO)
+    both = GroupPages((*one.pages.layers, *other.pages.layers), HEADS, DIM, BLOCK, RATIO, 4)
     row = np.zeros(both.block_bytes, np.uint8)
     tables = [[2], [6]]
     both.gather([(tables, 1)], row)
@@ -342,7 +349,7 @@ def test_a_bad_copy_on_disk_is_found_and_no_other_is_blamed(tmp_path: Path) -> N
     made.save()
     for file in tmp_path.iterdir():
         raw = bytearray(file.read_bytes())
-        at = raw.find(made.memories[0].block(2, 1).tobytes()[:96])  # position 3
+        at = raw.find(made.memories[0].block(2, 1).tobytes()[:48])  # position 3
         if at >= 0:
             raw[at + 5] ^= 1
             file.write_bytes(raw)

@@ -141,7 +141,8 @@ def test_planted_keys_and_values_swapped(engine: Engine, monkeypatch: pytest.Mon
     real = GroupPages.scatter
 
     def mistaken(self: GroupPages, source: Any, places: Any) -> None:
-        swapped = source.reshape(-1, 2, self.piece_bytes)[:, ::-1].copy().reshape(-1)
+        piece = self.block_tokens * self.dim * self.item_bytes
+        swapped = source.reshape(-1, 2, piece)[:, ::-1].copy().reshape(-1)
         real(self, swapped, places)
 
     monkeypatch.setattr(GroupPages, "scatter", mistaken)
