@@ -1,4 +1,4 @@
-"""Engines that come and go: what one stored, the next one loads, from disk and from a server; vLLM's usual processes."""
+"""Engines that come and go: what one stored, the next loads, from disk and from a server; in vLLM's usual processes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.servers import Server
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [prompt(30, 300), prompt(31, 520)]
+LARGE = 64  # a block of so many tokens lies in a slot file, not in the index
 WHOLE = [(len(one) - 1) // BLOCK * BLOCK for one in PROMPTS]
 
 
@@ -35,27 +36,28 @@ def run(model: Path, tiers: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_disk_serves_the_next_process_and_bad_bytes_are_computed(models: dict[str, Path], tmp_path: Path) -> None:
-    tiers = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "64 MiB", "spill_policy": "everything"}
+    tiers = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "64 MiB", "block_tokens": LARGE}
     first = run(models["full"], tiers)
     assert [cached for _, cached in first["answers"]] == [0, 0]
     second = run(models["full"], tiers)
     assert [tokens for tokens, _ in second["answers"]] == [tokens for tokens, _ in first["answers"]]
-    assert [cached for _, cached in second["answers"]] == WHOLE
-    assert second["hits"] == sum(WHOLE)
-    for file in (tmp_path / "disk").iterdir():
-        if file.stat().st_size > 1 << 20 and "lmdb" not in file.name and "mdb" not in file.name:
-            raw = bytearray(file.read_bytes())
-            for at in range(3000, len(raw), 16384):  # some bytes of every copy
-                raw[at] ^= 0x40
-            file.write_bytes(raw)
+    whole = [(len(one) - 1) // LARGE * LARGE for one in PROMPTS]
+    assert [cached for _, cached in second["answers"]] == whole
+    assert second["hits"] == sum(whole)
+    (slots,) = (tmp_path / "disk").glob("slots-*")
+    raw = bytearray(slots.read_bytes())
+    for at in range(3000, len(raw), 16384):  # some bytes of every copy
+        raw[at] ^= 0x40
+    slots.write_bytes(raw)
     third = run(models["full"], tiers)
     assert [tokens for tokens, _ in third["answers"]] == [tokens for tokens, _ in first["answers"]]
 
 
-def test_a_server_serves_an_engine_of_the_same_weights_only(models: dict[str, Path], valkey: Server) -> None:
-    tiers = {"redis_url": valkey.url, "spill_policy": "everything"}
-    first = run(models["hybrid"], tiers)
-    second = run(models["hybrid"], tiers)
+def test_a_server_serves_an_engine_of_the_same_weights_only(models: dict[str, Path]) -> None:
+    with Server() as server:
+        tiers = {"redis_url": server.url}
+        first = run(models["hybrid"], tiers)
+        second = run(models["hybrid"], tiers)
+        other = run(models["hybrid"], {**tiers, "weights": "others"})
     assert second["answers"] == [[tokens, whole] for (tokens, _), whole in zip(first["answers"], WHOLE, strict=True)]
-    other = run(models["hybrid"], {**tiers, "weights": "others"})
-    assert other["hits"] == 0
+    assert (first["hits"], second["hits"], other["hits"]) == (0, sum(WHOLE), 0)
