@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-vllm test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo demo-daemon test test-vllm test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,9 @@ environment:
 
 demo: venv ## a real model answers out of too little memory; writes demo-report.html
 	@$(PY) -m engine_adapter.demo $(DEMO_ARGS)
+
+demo-daemon: venv ## two engine processes share one daemon: the second reuses what the first computed
+	@$(PY) -m engine_adapter.demo.daemon $(DEMO_ARGS)
 
 test: venv ## the usual tests
 	@$(PY) -m pytest -m "not nightly and not gpu and not faults" $(PYTEST_ARGS)

@@ -12,13 +12,15 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.intp]"
+Keys: TypeAlias = "npt.NDArray[np.uint64]"
+Prices: TypeAlias = "npt.NDArray[np.float64]"
 Usable: TypeAlias = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 _Segment: TypeAlias = tuple[int, "int | list[int] | Ids", bool]
 
@@ -59,11 +61,18 @@ class EvictionPolicy(ABC):
     def since(self, block_id: int) -> int:
         """Tick of the release that made the block idle."""
 
-    def observe(self, ids: Ids | list[int], keys: npt.NDArray[np.uint64]) -> None:  # noqa: B027 - most need nothing
-        """A request's full blocks, head first, before they are released: what a policy that learns is told.
+    def observe(  # noqa: B027 - most need nothing
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None
+    ) -> None:
+        """A request's full blocks, head first, about when they are released: what a policy that learns is told.
 
-        keys: uint64[n], well mixed (of a block hash: its first eight bytes); ids: the first of them that are resident.
+        keys: uint64[n], well mixed (of a block hash: its first eight bytes); tables: of each group the ids of the
+        first of them that are resident, -1 where a block is not; prices: float64[n], what losing each would cost, in
+        seconds a byte or on any other scale. Told to any policy of a pool, once.
         """
+
+    def settle(self) -> None:  # noqa: B027 - most put nothing off
+        """Work that idle and observe have put off. To be called often, when nobody waits."""
 
     def idle_one(self, block_id: int, tick: int) -> None:
         """`idle` for one block."""

@@ -1,11 +1,13 @@
 """The policy that learns reuse: recency plus what each class of blocks has earned, leaves first, never far below LRU.
 
-Called by the pool under its caller's lock, like every policy; `observe` must be told of every request, or it is LRU.
+Called by the pool under its caller's lock, like every policy. `observe` must be told of every request and `settle`
+called now and then (a store does both in its step), or it is LRU; what a release and an eviction cost is LRU's.
 
 A block is due at its last use plus the age of its level (`eviction_reuse`). Levels are few and their ages fixed, so
 each is a queue in the order of release: the victim is at the head of the queue that is due first, and an operation
 costs at most a look at LEVELS heads. A parent is never due before its child: levels of a release only rise from tail
-to head, and a block that is used again keeps at least the time it had.
+to head, and a block that is used again keeps at least the time it had. A release first joins the queue of LRU;
+`settle` moves it to those of its levels. What was released since goes last.
 
 The floor: two shadow caches follow a sample of sessions, one by LRU and one by these levels. While LRU has the more
 hits, victims are chosen by last use alone, which is LRU.
@@ -15,33 +17,22 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from allocator.eviction import EvictionPolicy, Ids, Usable
-from allocator.eviction_reuse import LEVELS, ReuseMemory
+from allocator.eviction import LRU, Ids, Keys, Prices, Usable
+from allocator.eviction_reuse import LEVELS, WORTHS, ReuseMemory
 from allocator.eviction_shadow import ShadowCache
 
 _SHADOW_BLOCKS = 2048
 _GROUPS = 256
 _SHADOW_DECAY = 0.99
+_GRAIN_TOKENS = 128
 _MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
 _LOSS_MAX = 0.003  # hits, as a share of the blocks seen, that following the learned order may have cost
-
-
-class _Segment:
-    """Blocks of one level that one release made idle, tail first; `cursor` of them are consumed."""
-
-    __slots__ = ("clock", "cursor", "ids", "run")
-
-    def __init__(self, clock: int, ids: list[int], run: bool) -> None:
-        self.clock = clock
-        self.ids = ids
-        self.run = run
-        self.cursor = 0
 
 
 class _Floor:
@@ -58,12 +49,13 @@ class _Floor:
         self._earned_blocks = self._seen_blocks = 0.0
         self.prefers_recency = True
 
-    def request(self, keys: npt.NDArray[np.uint64], group: int, clock: int, until: npt.NDArray[np.float64]) -> None:
+    def request(self, keys: Keys, group: int, clock: int, until: Prices, worths: Prices | None) -> None:
         if group < self._share:
             names = keys.tolist()
-            self._seen_blocks += len(names)
-            self._recency.request(names, [float(clock)] * len(names))
-            self._learned.request(names, until.tolist())
+            weights = None if worths is None else worths.tolist()
+            self._seen_blocks += len(names) if weights is None else sum(weights)
+            self._recency.request(names, [float(clock)] * len(names), weights)
+            self._learned.request(names, until.tolist(), weights)
 
     def end_epoch(self) -> None:
         """LRU until the other is clearly ahead; back when it no longer is, or when following it has cost too much."""
@@ -79,149 +71,247 @@ class _Floor:
         self.prefers_recency = spent or self._learned_hits <= self._recency_hits * margin
 
 
-class Learned(EvictionPolicy):
-    """Recency plus learned reuse, with LRU as its floor."""
+class Reuse:
+    """What has been learned of the requests so far; shared by the policies of all classes of a pool.
 
-    def __init__(self, capacity: int) -> None:
-        self._memory = ReuseMemory(capacity)
-        self._floor = _Floor(capacity)
-        self._ages = self._memory.ages.astype(np.int64)
-        self._age_list: list[int] = self._ages.tolist()
-        self._wanted: npt.NDArray[np.intp] = np.full(capacity + 1, self._memory.levels[0], dtype=np.intp)
-        self._due = np.zeros(capacity + 1, dtype=np.int64)
-        self._stamp = np.zeros(capacity + 1, dtype=np.int64)  # clock of the release that counts; 0: not idle here
-        self._since = np.zeros(capacity + 1, dtype=np.int64)
-        self._stamps, self._dues = self._stamp.data, self._due.data
-        self._queues: list[deque[_Segment]] = [deque() for _ in range(LEVELS)]
-        self._late: list[tuple[int, int, int]] = []
-        self._clock = 0
-        self._ticks = 0
-        self._newest_tick = 0
-        self._late_order = 0
+    grain: of a chain every so many blocks are followed by the shadow caches, one standing for all.
+    wanted[block id]: the level that the block's last request gave it.
+    """
+
+    def __init__(self, id_capacity: int, capacity_blocks: int, grain: int = 1) -> None:
+        self._memory = ReuseMemory(capacity_blocks)
+        self._floor = _Floor(max(1, capacity_blocks // grain))
+        self._grain = grain
         self._epoch = 0
-        self._count = 0
-        self._stale = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self.ages: npt.NDArray[np.int64] = self._memory.ages.astype(np.int64)
+        self.wanted: npt.NDArray[np.intp] = np.full(id_capacity + 1, self._memory.levels[0, 0], dtype=np.intp)
 
     @property
-    def follows_recency(self) -> bool:
-        """Whether it acts as LRU now."""
+    def prefers_recency(self) -> bool:
+        """Whether LRU is the better order now."""
         return self._floor.prefers_recency
 
-    def since(self, block_id: int) -> int:
-        return int(self._since[block_id]) if self._stamps[block_id] else 0
-
-    def observe(self, ids: Ids | list[int], keys: npt.NDArray[np.uint64]) -> None:
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
         if not len(keys):
             return
-        levels, group = self._memory.observe(keys)
-        self._wanted[ids] = levels[: len(ids)]
-        clock = self._memory.clock
-        self._floor.request(keys, group, clock, clock + self._memory.ages[levels])
+        worths = None if prices is None else self._memory.worths(prices)
+        levels, group = self._memory.observe(keys, worths)
+        for ids in tables:
+            self.wanted[ids] = levels[: len(ids)]
+        clock, every = self._memory.clock, slice(self._grain - 1, None, self._grain)
+        weights = None if worths is None else WORTHS[worths[every]]
+        self._floor.request(keys[every], group, clock, clock + self._memory.ages[levels[every]], weights)
         if self._memory.epoch != self._epoch:
             self._epoch = self._memory.epoch
             self._floor.end_epoch()
 
-    def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
-        places = np.asarray(ids, dtype=np.intp)
-        if not len(places):
+
+def learned_together(group_count: int, block_tokens: int) -> Callable[[int], Learned]:
+    """Makes the policies of one pool: what a chain shows is known to all classes, and to every group once."""
+    grain = max(1, _GRAIN_TOKENS // block_tokens)
+    made: list[Reuse] = []
+
+    def policy(id_capacity: int) -> Learned:
+        if not made:
+            made.append(Reuse(id_capacity, id_capacity // group_count, grain))
+        return Learned(id_capacity, made[0])
+
+    return policy
+
+
+_oldest = LRU.victim_one  # called for every block of a full pool
+
+
+class _Segment:
+    """Blocks of one level that one release made idle, tail first; `cursor` of them are consumed."""
+
+    __slots__ = ("clock", "cursor", "ids", "run", "tick")
+
+    def __init__(self, clock: int, tick: int, ids: list[int], run: bool) -> None:
+        self.clock = clock
+        self.tick = tick
+        self.ids = ids
+        self.run = run
+        self.cursor = 0
+
+
+class Learned(LRU):
+    """Recency plus learned reuse, with LRU as its floor. The clock counts the blocks that were placed."""
+
+    def __init__(self, capacity: int, reuse: Reuse | None = None) -> None:
+        super().__init__(capacity)
+        self._reuse = Reuse(capacity, capacity) if reuse is None else reuse
+        self._by_recency = True
+        self._age_list: list[int] = self._reuse.ages.tolist()
+        self._due = np.zeros(capacity + 1, dtype=np.int64)
+        self._kept = np.zeros(capacity + 1, dtype=np.int64)  # of a block that was hit: when it would have been due
+        self._queues: list[deque[_Segment]] = [deque() for _ in range(LEVELS)]
+        self._heads: list[tuple[int, int]] = []  # heap of (due, level): no later than the queue's head; [] if none is
+        self._clock = 0
+        self._ticks = 0
+
+    @property
+    def follows_recency(self) -> bool:
+        """Whether it acts as LRU now."""
+        return self._by_recency
+
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+        self._reuse.observe(keys, tables, prices)
+
+    # -- placing ------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        if self._reuse.prefers_recency != self._by_recency:
+            self._by_recency = not self._by_recency
+            self._kept[:] = 0
+            self._look_again()
+        if self._by_recency or not self._segments:
             return
-        self._count += len(places)
-        self._since[places] = tick
-        if tick < self._newest_tick:
-            self._idle_late(places, tick)
-            return
-        self._newest_tick = tick
+        self._stamp_all()
+        self._fold_cursor()
+        for tick, ids, run in self._segments:
+            self._place(tick, np.atleast_1d(np.asarray(ids, dtype=np.intp)), run)
+        self._segments.clear()
+        self._look_again()
+
+    def _place(self, tick: int, places: npt.NDArray[np.intp], run: bool) -> None:
+        """Moves what is left of one release to the queues of its levels."""
         self._ticks += 1
         self._clock = clock = self._clock + len(places)
-        owed = np.searchsorted(self._ages, self._due[places] - clock)
-        levels = np.maximum.accumulate(np.minimum(np.maximum(self._wanted[places], owed), LEVELS - 1))
-        self._due[places] = clock + self._ages[levels]
-        self._stamp[places] = clock
+        if self._stale:
+            live = places[self._stamp[places] == tick]
+            self._stale -= len(places) - len(live)
+            places = live
+            if not len(places):
+                return
+        owed = np.searchsorted(self._reuse.ages, self._kept[places] - clock)
+        self._kept[places] = 0
+        levels = np.maximum.accumulate(np.minimum(np.maximum(self._reuse.wanted[places], owed), LEVELS - 1))
+        self._due[places] = clock + self._reuse.ages[levels]
         listed: list[int] = places.tolist()
         first, last = int(levels[0]), int(levels[-1])
         if first == last or run:
-            self._queues[last].append(_Segment(clock, listed, run))
+            self._queues[last].append(_Segment(clock, tick, listed, run))
             return
         edges = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(listed)]
         for start, end in pairwise(edges):
-            self._queues[int(levels[start])].append(_Segment(clock, listed[start:end], False))
-
-    def _idle_late(self, places: npt.NDArray[np.intp], tick: int) -> None:
-        """Blocks that come from another class and keep their age, which is told in ticks."""
-        blocks_per_tick = max(1, self._clock // max(1, self._ticks))
-        clock = max(1, self._clock - (self._newest_tick - tick) * blocks_per_tick)
-        for block_id in places.tolist():
-            self._late_order += 1
-            heapq.heappush(self._late, (clock, self._late_order, block_id))
-            self._stamps[block_id] = -self._late_order
-            self._dues[block_id] = clock
+            self._queues[int(levels[start])].append(_Segment(clock, tick, listed[start:end], False))
 
     def busy(self, ids: Ids | list[int]) -> None:
-        self._stamp[ids] = 0
-        self._count -= len(ids)
-        self._stale += len(ids)
-        if self._stale > self._count + 1024:
-            self._sweep()
+        if self._heads:
+            self._kept[ids] = self._due[ids]
+        super().busy(ids)
 
     def forget(self, ids: Ids | list[int]) -> None:
-        self.busy(ids)
-        self._due[ids] = 0
+        super().busy(ids)
 
-    def victims(self, count: int, usable: Usable | None = None) -> list[int]:
+    # -- victims ------------------------------------------------------------------------------------------------
+
+    def victim_one(self) -> int:
+        if not self._heads:
+            if self._stale and self._unstamped:
+                self._stamp_all()
+            return _oldest(self)
+        if self._late:
+            return -1
+        stamps = self._stamps
+        while (queue := self._next_queue()) is not None:
+            segment = queue[0]
+            if segment.run:
+                return -1
+            block_id = segment.ids[segment.cursor]
+            segment.cursor += 1
+            if segment.cursor == len(segment.ids):
+                queue.popleft()
+            if not self._stale or stamps[block_id] == segment.tick:
+                self._count -= 1
+                return block_id
+            self._stale -= 1
+        return self.victim_one()
+
+    def victims(self, count: int, usable: Usable | None = None) -> Ids | list[int]:
+        if not self._heads:
+            return super().victims(count, usable)
         taken: list[int] = []
         kept: list[tuple[int, _Segment]] = []
         kept_late: list[tuple[int, int, int]] = []
-        while len(taken) < count:
-            level = self._next_level()
-            if level < 0:
-                break
-            if level == LEVELS:
+        while len(taken) < count and (queue := self._next_queue()) is not None:
+            due, level = self._heads[0]
+            if self._late and self._late_is_next(due):
                 entry = heapq.heappop(self._late)
-                if self._stamps[entry[2]] != -entry[1]:
+                if self._stamps[entry[2]] != entry[0]:
                     self._stale -= 1
                 elif usable is not None and not _is_usable(entry[2], usable):
                     kept_late.append(entry)
                 else:
                     taken.append(entry[2])
                 continue
-            refused = self._take(self._queues[level], count, taken, usable)
+            refused = self._take(queue, count, taken, usable)
             if refused is not None:
                 kept.append((level, refused))
         for level, segment in reversed(kept):
             self._queues[level].appendleft(segment)
+        if kept:
+            self._look_again()
         for entry in kept_late:
             heapq.heappush(self._late, entry)
-        self._stamp[taken] = 0
-        self._due[taken] = 0
         self._count -= len(taken)
+        if len(taken) < count and (self._segments or self._late):
+            rest = super().victims(count - len(taken), usable)
+            taken += rest if isinstance(rest, list) else rest.tolist()
         return taken
 
-    def _next_level(self) -> int:
-        """The queue whose head goes next; LEVELS: the late blocks; -1: none is left."""
-        best, best_level = 0, -1
-        by_recency = self._floor.prefers_recency
-        if self._late:
-            best, best_level = self._late[0][0], LEVELS
-        for level, queue in enumerate(self._queues):
+    def _next_queue(self) -> deque[_Segment] | None:
+        """The queue whose head goes next, of two at once the lower level's; None when nothing is placed any more."""
+        heads = self._heads
+        while heads:
+            due, level = heads[0]
+            queue = self._queues[level]
             if queue:
-                due = queue[0].clock if by_recency else queue[0].clock + self._age_list[level]
-                if best_level < 0 or due < best:
-                    best, best_level = due, level
-        return best_level
+                head = queue[0]
+                now_due = head.tick if self._by_recency else head.clock + self._age_list[level]
+                if now_due == due:
+                    return queue
+                heapq.heapreplace(heads, (now_due, level))
+            else:
+                heapq.heappop(heads)
+        return None
+
+    def _look_again(self) -> None:
+        """Heads of the queues from scratch: blocks came in at other places than the ends, or the order is another."""
+        self._heads = [
+            (queue[0].tick if self._by_recency else queue[0].clock + self._age_list[level], level)
+            for level, queue in enumerate(self._queues)
+            if queue
+        ]
+        heapq.heapify(self._heads)
+
+    def _late_is_next(self, due: int) -> bool:
+        """Whether the oldest block that came late, with its age in ticks, goes before a head that is due then."""
+        tick = self._late[0][0]
+        return (tick if self._by_recency else self._late_due(tick)) < due
+
+    def _late_due(self, tick: int) -> int:
+        blocks_per_tick = max(1, self._clock // max(1, self._ticks))
+        return max(1, self._clock - (self._newest - tick) * blocks_per_tick)
 
     def _take(self, queue: deque[_Segment], count: int, taken: list[int], usable: Usable | None) -> _Segment | None:
         """Moves blocks of the head segment to `taken`; what may not go now, as a segment to be put back."""
         segment = queue[0]
-        ids, clock, stamps = segment.ids, segment.clock, self._stamps
+        ids, tick, stamps = segment.ids, segment.tick, self._stamps
         cursor = segment.cursor
+        if usable is None and not self._stale:
+            end = len(ids) if segment.run else min(len(ids), cursor + count - len(taken))
+            taken += ids[cursor:end]
+            segment.cursor = end
+            if end == len(ids):
+                queue.popleft()
+            return None
         refused: list[int] = []
         while cursor < len(ids) and (len(taken) < count or segment.run):
             block_id = ids[cursor]
             cursor += 1
-            if stamps[block_id] != clock:
+            if stamps[block_id] != tick:
                 self._stale -= 1
             elif usable is not None and not _is_usable(block_id, usable):
                 refused.append(block_id)
@@ -234,44 +324,52 @@ class Learned(EvictionPolicy):
             segment.ids = refused + ids[cursor:]
             segment.cursor = 0
             return None
-        return _Segment(clock, refused, segment.run) if refused else None
+        return _Segment(segment.clock, tick, refused, segment.run) if refused else None
+
+    # -- looking ------------------------------------------------------------------------------------------------
 
     def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
+        if not self._heads:
+            return super().peek(count, usable)
+        self._stamp_all()
         found: list[int] = []
-        for block_id in self._in_order():
+        for block_id in self._in_due_order():
             if len(found) >= count:
                 break
             if usable is None or _is_usable(block_id, usable):
                 found.append(block_id)
         return np.array(found, dtype=np.int32)
 
-    def _in_order(self) -> Iterator[int]:
-        by_recency = self._floor.prefers_recency
-        late = ((clock, LEVELS, -order, [block_id]) for clock, order, block_id in sorted(self._late))
-        queues = [self._queue_in_order(level, by_recency) for level in range(LEVELS)]
-        for _, _, stamp, ids in heapq.merge(*queues, late, key=lambda entry: entry[:2]):
-            for block_id in ids:
-                if self._stamps[block_id] == stamp:
-                    yield block_id
+    def _in_due_order(self) -> Iterator[int]:
+        self._fold_cursor()
+        late = (
+            (tick if self._by_recency else self._late_due(tick), -1, tick, [block_id])
+            for tick, _, block_id in sorted(self._late)
+        )
+        queues = [self._queue_in_order(level) for level in range(LEVELS)]
+        for _, _, tick, ids in heapq.merge(*queues, late, key=lambda entry: entry[:2]):
+            yield from (block_id for block_id in ids if self._stamps[block_id] == tick)
+        for tick, unplaced, _ in self._segments:
+            array = np.atleast_1d(np.asarray(unplaced, dtype=np.int32))
+            yield from array[self._stamp[array] == tick].tolist()
 
-    def _queue_in_order(self, level: int, by_recency: bool) -> Iterator[tuple[int, int, int, list[int]]]:
-        age = 0 if by_recency else self._age_list[level]
-        for segment in self._queues[level]:
-            yield segment.clock + age, level, segment.clock, segment.ids[segment.cursor :]
+    def _queue_in_order(self, level: int) -> Iterator[tuple[int, int, int, list[int]]]:
+        for one in self._queues[level]:
+            due = one.tick if self._by_recency else one.clock + self._age_list[level]
+            yield due, level, one.tick, one.ids[one.cursor :]
 
     def _sweep(self) -> None:
         """Drops stale entries, so that hits without evictions do not grow the queues."""
         stamps = self._stamps
         for level, queue in enumerate(self._queues):
             fresh: deque[_Segment] = deque()
-            for segment in queue:
-                live = [one for one in segment.ids[segment.cursor :] if stamps[one] == segment.clock]
+            for one in queue:
+                live = [block_id for block_id in one.ids[one.cursor :] if stamps[block_id] == one.tick]
                 if live:
-                    fresh.append(_Segment(segment.clock, live, segment.run))
+                    fresh.append(_Segment(one.clock, one.tick, live, one.run))
             self._queues[level] = fresh
-        self._late = [entry for entry in self._late if stamps[entry[2]] == -entry[1]]
-        heapq.heapify(self._late)
-        self._stale = 0
+        self._look_again()
+        super()._sweep()
 
 
 def _is_usable(block_id: int, usable: Usable) -> bool:

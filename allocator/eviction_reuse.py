@@ -1,6 +1,8 @@
 """What is learned about reuse: how likely a block comes back, at which age, and how long to keep which class for it.
 
-Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memory, no random numbers.
+Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memory, no random numbers. A request costs
+a few numpy operations over its blocks, the end of an epoch (a quarter of the capacity) a look at 524,288 records at
+most.
 
 A *class* is (blocks that the request brought anew, uses of the block so far), both in powers of two: what a request
 adds says most about whether its chain is used again, and how often a block was used says the rest. Which way, differs
@@ -11,7 +13,8 @@ Time is counted in blocks seen. Ages fall into bins of half powers of two of the
 decayed sums are kept: the time that blocks spent at that age, and how many were used again at it. Their quotient is the
 hazard; from it follow what keeping a class up to an age T brings, F(T), and what it costs in residence, the integral of
 1 - F. The ages T that bring most at a total residence of one capacity are those that maximise
-F(T) - price * residence(T) at the price where the sum is the capacity. That is LRU when all classes are alike. Thin
+worth * F(T) - rent * residence(T) at the rent where the sum is the capacity. The worth of a block is what losing it
+costs beside the mean, in powers of two; 1 where nothing is said. That is LRU when all classes are alike. Thin
 evidence is drawn towards the mean of the wider class.
 """
 
@@ -33,12 +36,16 @@ _NEW_CLASSES = 16
 _USE_CLASSES = 4
 _CLASSES = _NEW_CLASSES * _USE_CLASSES
 _TABLE_MAX_BITS = 22
+_SCAN_MAX_BITS = 19  # records that the end of an epoch looks at
 _EPOCHS_PER_CAPACITY = 4
 _EPOCH_BLOCKS_MIN = 32
 _DECAY = 0.985
+_PRICE_FADE = 0.01
 _WIDE_EVENTS = 30.0  # pseudo-events of the mean of all, for blocks that a request brought
 _FINE_EVENTS = 400.0  # pseudo-events of that, for uses within it
-_PRICE_STEPS = 40
+_RENT_STEPS = 40
+WORTHS: Floats = np.exp2(np.arange(-3.0, 4.0))
+_WORTH_ONE = 3
 _FORK_CHILDREN = 8  # a block with more is part of a trunk that many sessions share
 
 
@@ -53,9 +60,11 @@ class ReuseMemory:
         steps = (np.arange(BINS) - _FIRST_HALVINGS) / 2
         self.ages: Floats = np.concatenate([[0.0], self.capacity * 2.0**steps])
         self.clock = 0
-        self.levels: Levels = np.full(_CLASSES, _FIRST_HALVINGS + 1, dtype=np.intp)  # all alike: LRU
+        self.levels: Levels = np.full((len(WORTHS), _CLASSES), _FIRST_HALVINGS + 1, dtype=np.intp)  # all alike: LRU
+        self._mean_price = 0.0
         size = 1 << min(_TABLE_MAX_BITS, max(10, (32 * self.capacity).bit_length()))
         self._mask = np.uint64(size - 1)
+        self._stride = max(1, size >> _SCAN_MAX_BITS)  # of a large table every such record is counted, for all
         self._key = np.zeros(size, dtype=np.uint64)
         self._last = np.zeros(size, dtype=np.int64)
         self._class = np.zeros(size, dtype=np.int16)
@@ -73,9 +82,17 @@ class ReuseMemory:
         self._open_time = np.zeros((_CLASSES, BINS))
         self._events = np.zeros((_CLASSES, BINS))
         self._exposure = np.zeros((_CLASSES, BINS))
-        self._rate = np.zeros(_CLASSES)
+        self._rate = np.zeros(len(WORTHS) * _CLASSES)
 
-    def observe(self, keys: Keys) -> tuple[Levels, int]:
+    def worths(self, prices: Floats) -> Levels:
+        """Which of the worths each block has, by what losing it costs beside what it cost so far on average."""
+        mean = float(prices.mean())
+        self._mean_price += (mean - self._mean_price) * (_PRICE_FADE if self._mean_price else 1)
+        relative = np.log2(np.maximum(prices, 1e-30) / max(self._mean_price, 1e-30))
+        nearest: Levels = np.clip(np.rint(relative) + _WORTH_ONE, 0, len(WORTHS) - 1).astype(np.intp)
+        return nearest
+
+    def observe(self, keys: Keys, worths: Levels | None = None) -> tuple[Levels, int]:
         """(level of each block, sampling group 0..255 of the chain's tail), for a chain given head first."""
         places = (keys & self._mask).astype(np.intp)
         there = self._key[places]
@@ -83,21 +100,21 @@ class ReuseMemory:
         known_count = int(np.count_nonzero(known))
         if known_count < len(keys):
             lost = places[there.astype(bool) ^ known]
-            if len(lost):
-                self._lost.append((self._class[lost], self.clock - self._last[lost]))
+            self._record(self._lost, lost)
         uses = np.zeros(len(keys), dtype=np.intp)
         if known_count == len(keys):
-            self._used.append((self._class[places], self.clock - self._last[places]))
+            self._record(self._used, places)
             uses = np.minimum(self._uses[places] + 1, _USE_CLASSES - 1)
         elif known_count:
             used = places[known]
-            self._used.append((self._class[used], self.clock - self._last[used]))
+            self._record(self._used, used)
             uses[known] = np.minimum(self._uses[used] + 1, _USE_CLASSES - 1)
             known_count = len(keys) - int(np.argmax(known[::-1]))
             uses = np.maximum.accumulate(uses[::-1])[::-1]  # a parent was used no less than its child, if records
         new = min((len(keys) - known_count).bit_length(), _NEW_CLASSES - 1)
         classes = new * _USE_CLASSES + uses
-        self._touched.append(classes)
+        rows: Levels | int = _WORTH_ONE if worths is None else worths
+        self._touched.append(rows * _CLASSES + classes)
         group = self._grouped(keys, places, known, known_count)
         self.clock += len(keys)
         self._key[places] = keys
@@ -106,7 +123,13 @@ class ReuseMemory:
         self._uses[places] = uses
         if self.clock >= self._epoch_end:
             self._end_epoch()
-        return self.levels[classes], group
+        return self.levels[rows, classes], group
+
+    def _record(self, records: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]], places: Levels) -> None:
+        if self._stride > 1:
+            places = places[places & (self._stride - 1) == 0]
+        if len(places):
+            records.append((self._class[places], self.clock - self._last[places]))
 
     def _grouped(self, keys: Keys, places: Levels, known: npt.NDArray[np.bool_], known_count: int) -> int:
         """Gives new blocks their parent's sampling group, or one of their own where a session leaves the trunk."""
@@ -129,13 +152,13 @@ class ReuseMemory:
         """Moves what the epoch counted into the decayed sums, and chooses levels anew."""
         used, used_ages = self._by_cell(self._used)
         lost, lost_ages = self._by_cell(self._lost)
-        places = np.flatnonzero(self._last)
+        places = np.flatnonzero(self._last[:: self._stride]) * self._stride
         open_time = self._time_by_bin(*self._by_cell([(self._class[places], self.clock - self._last[places])]))
         spent = self._time_by_bin(used + lost, used_ages + lost_ages) + open_time - self._open_time
         self._open_time = open_time
         self._exposure = self._exposure * _DECAY + np.maximum(spent, 0)
         self._events = self._events * _DECAY + used[:, :BINS]
-        self._rate = self._rate * _DECAY + np.bincount(np.concatenate(self._touched), minlength=_CLASSES)
+        self._rate = self._rate * _DECAY + np.bincount(np.concatenate(self._touched), minlength=len(self._rate))
         self._used, self._lost, self._touched = [], [], []
         self.epoch += 1
         self._epoch_end = self.clock + self._epoch_blocks
@@ -149,8 +172,8 @@ class ReuseMemory:
         classes = np.concatenate([one for one, _ in records]).astype(np.intp)
         ages = np.concatenate([one for _, one in records]).astype(np.float64)
         cells = classes * LEVELS + np.searchsorted(self.ages[1:], ages)
-        counts = np.bincount(cells, minlength=size).astype(np.float64)
-        sums = np.bincount(cells, ages, minlength=size).astype(np.float64)
+        counts = np.bincount(cells, minlength=size).astype(np.float64) * self._stride
+        sums = np.bincount(cells, ages, minlength=size).astype(np.float64) * self._stride
         return counts.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
 
     def _time_by_bin(self, count: Floats, age: Floats) -> Floats:
@@ -161,19 +184,21 @@ class ReuseMemory:
 
     def _choose_levels(self) -> None:
         gain, residence = self._gain_and_residence()
+        worth_gain = (WORTHS[:, None, None] * gain).reshape(-1, LEVELS)
+        residence = np.tile(residence, (len(WORTHS), 1))
         rate = self._rate / max(float(self._rate.sum()), 1.0)
         seen = rate > 0
-        gain_seen, residence_seen, rate_seen = gain[seen], residence[seen], rate[seen]
+        gain_seen, residence_seen, rate_seen = worth_gain[seen], residence[seen], rate[seen]
         rows = np.arange(len(rate_seen))
         low, high = 1e-6 / self.capacity, 1e3
-        for _ in range(_PRICE_STEPS):
-            price = (low * high) ** 0.5
-            best = np.argmax(gain_seen - price * residence_seen, axis=1)
+        for _ in range(_RENT_STEPS):
+            rent = (low * high) ** 0.5
+            best = np.argmax(gain_seen - rent * residence_seen, axis=1)
             if float((rate_seen * residence_seen[rows, best]).sum()) > self.capacity:
-                low = price
+                low = rent
             else:
-                high = price
-        self.levels = np.argmax(gain - high * residence, axis=1)
+                high = rent
+        self.levels = np.argmax(worth_gain - high * residence, axis=1).reshape(len(WORTHS), _CLASSES)
 
     def _gain_and_residence(self) -> tuple[Floats, Floats]:
         """float64[classes, LEVELS] each: share used again by the end of an age, mean residence up to it."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from allocator.eviction import EvictionPolicy, Ids, Usable
+from allocator.eviction import EvictionPolicy, Ids, Keys, Prices, Usable
 
 _Queue = OrderedDict[int, None]
 
@@ -56,7 +56,9 @@ class _Leafy(EvictionPolicy):
     def since(self, block_id: int) -> int:
         return self._idle.get(block_id, 0)
 
-    def observe(self, ids: Ids | list[int], keys: npt.NDArray[np.uint64]) -> None:
+    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+        del prices
+        (ids,) = tables
         chain = ids if isinstance(ids, list) else ids.tolist()
         names = keys.tolist()
         for place in range(len(chain) - 1, -1, -1):  # tail first: a parent is younger than its child

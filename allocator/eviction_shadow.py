@@ -15,20 +15,21 @@ class ShadowCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
-        self.hits = 0
+        self.hits = 0.0
         self._until: dict[int, tuple[float, int]] = {}
         self._queue: list[tuple[float, int, int]] = []
         self._order = 0
 
-    def request(self, keys: Sequence[int], until: Sequence[float]) -> None:
-        """One request: counts its leading resident blocks, and keeps its blocks until the times given (not rising)."""
+    def request(self, keys: Sequence[int], until: Sequence[float], worths: Sequence[float] | None = None) -> None:
+        """One request: counts its leading resident blocks by their worth (1 when not given), and keeps its blocks
+        until the times given (not rising)."""
         held, queue = self._until, self._queue
         count = 0
         for key in keys:
             if key not in held:
                 break
             count += 1
-        self.hits += count
+        self.hits += count if worths is None else sum(worths[:count])
         earlier = [held.pop(key)[0] for key in keys[:count]]
         room = self.capacity - len(held)
         wanted = len(keys)

@@ -102,6 +102,14 @@ class EngineAdapter(ABC):
         """Ends of loads since the last call; never waits."""
 
     @abstractmethod
+    def wait_layer(self, sequence_id: str, layer: int, timeout_seconds: float) -> bool:
+        """Before a layer's attention reads what the sequence still loads: blocks until that layer is there.
+
+        False: it is not, in this time or for good, and what was computed for the sequence meanwhile is void. Its load
+        has its end all the same, and only an end with every token that it was to bring makes the computed ones good.
+        """
+
+    @abstractmethod
     def allocate(self, sequence_id: str, token_count: int) -> None:
         """Room for `token_count` more tokens in all groups, all or nothing. Raises CapacityError, UnknownSequence."""
 
@@ -231,6 +239,9 @@ class StoreAdapter(EngineAdapter):
                 self._store.abort(sequence_id)
                 events.append(LoadEvent(sequence_id, LoadOutcome.FAILED, 0))
         return events
+
+    def wait_layer(self, sequence_id: str, layer: int, timeout_seconds: float) -> bool:
+        return self._store is None or self._store.wait_layer(sequence_id, layer, timeout_seconds)
 
     def allocate(self, sequence_id: str, token_count: int) -> None:
         if self._store is not None:

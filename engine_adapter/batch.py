@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -80,9 +80,14 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """All slices of one step, in the order in which their logits come back; each sequence at most once."""
+    """All slices of one step, in the order in which their logits come back; each sequence at most once.
+
+    before_layer: to be called with the number of each layer before its attention reads a block, on the thread that runs
+        the model; what it raises ends the step. A runner that does not call it must not be given one.
+    """
 
     slices: tuple[SequenceSlice, ...]
+    before_layer: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.slices:

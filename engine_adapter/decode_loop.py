@@ -24,6 +24,7 @@ from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, Us
 from engine_adapter.adapter import StoreAdapter
 from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.drafter import Drafter
+from engine_adapter.early_prefill import EarlyPrefill
 from engine_adapter.latency import LatencyRecorder
 from engine_adapter.request import Completion, FinishReason, Request, RequestResult, check_request
 from engine_adapter.sampling import Choice, Sampler, first_choices
@@ -76,6 +77,9 @@ class DecodeLoop:
     `max_batch_sequences` streams run at once; a step computes at most `step_tokens` tokens, which is also the longest
     prefill chunk. `drafter` proposes tokens to verify (see `engine_adapter.drafter`). `recorder` writes a trace; None:
     the one that `kvstore record` asks for in the environment, if it does. The caller closes the one that it gave.
+
+    Over a store with `fetch_by_layer` a prompt is computed while the layers of its prefix still come, by a runner that
+    calls `before_layer` (see `engine_adapter.early_prefill`).
     """
 
     def __init__(
@@ -116,6 +120,9 @@ class DecodeLoop:
             on_admitted=lambda stream: self.latency.admitted(stream.request.request_id, self._clock()),
             on_failed=lambda stream, error: self._end(stream, FinishReason.ERROR, str(error)),
         )
+        self._early: EarlyPrefill | None = None
+        if self._store.fetch_by_layer and getattr(runner, "calls_before_layer", False):
+            self._early = EarlyPrefill(adapter, self._scheduler, runner.forward, self._slice, step_tokens)
         self._arrivals = 0
         self._live: dict[str, _Live] = {}
         self._results: dict[str, RequestResult] = {}
@@ -172,12 +179,15 @@ class DecodeLoop:
         self._finished_now = []
         self._store.step()
         self._scheduler.take_loads()
+        output_tokens = self._take_early()
         self._scheduler.admit()
         planned = self._scheduler.plan()
-        output_tokens = self._compute(planned) if planned else 0
+        output_tokens += self._compute(planned) if planned else 0
         computed = sum(len(part.token_ids) for part in planned)
+        if self._early is not None and not self._scheduler.running:
+            computed += self._early.compute()
         finished = tuple(self._finished_now)
-        return StepOutcome(computed, output_tokens, finished, idle=not planned and not finished)
+        return StepOutcome(computed, output_tokens, finished, idle=not (computed or output_tokens or finished))
 
     def run(self) -> dict[str, RequestResult]:
         """Step until nothing is left, waiting for transfers where there is nothing to compute; returns `collect()`."""
@@ -206,12 +216,19 @@ class DecodeLoop:
 
     # One forward pass
 
+    def _take_early(self) -> int:
+        """Book the chunks that were computed while their prefix came, now that it is there; tokens put out."""
+        output_tokens = 0
+        for part, logits in self._early.take() if self._early is not None else ():
+            output_tokens += self._absorb(part, logits, first_choices(logits))
+        return output_tokens
+
     def _compute(self, planned: Sequence[PlannedSlice]) -> int:
         """Run the model over the plan and book the outcome; returns the number of tokens put out."""
         left = deque(planned)
         try:
             started = self._clock()
-            logits = self._runner.forward(StepBatch(tuple(self._slice(part) for part in planned)))
+            logits = self._runner.forward(StepBatch(tuple(self._slice(part, part.stream.computed) for part in planned)))
             argmaxes = first_choices(logits)
             self._observe_speed(planned, self._clock() - started)
             expected = sum(part.logits_count for part in planned)
@@ -236,18 +253,16 @@ class DecodeLoop:
         if 2 * sum(len(part.token_ids) for part in planned if part.stream.prefilling) > tokens:
             self._store.observe_prefill(tokens, seconds)
 
-    def _slice(self, part: PlannedSlice) -> SequenceSlice:
+    def _slice(self, part: PlannedSlice, start: int) -> SequenceSlice:
         stream, count = part.stream, len(part.token_ids)
         groups = range(len(self._store.geometry.groups))
         return SequenceSlice(
             sequence_id=stream.sequence_id,
             token_ids=part.token_ids,
-            start=stream.computed,
+            start=start,
             logits_count=part.logits_count,
             tables=self._store.tables(stream.sequence_id),
-            slot_mappings=tuple(
-                self._store.slot_mapping(stream.sequence_id, group, stream.computed, count) for group in groups
-            ),
+            slot_mappings=tuple(self._store.slot_mapping(stream.sequence_id, group, start, count) for group in groups),
         )
 
     def _absorb(self, part: PlannedSlice, rows: Tensor, argmaxes: Sequence[int | None]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from allocator import ConfigError, KVGeometry
@@ -29,18 +30,26 @@ _POSITION_FIELDS = (
 )
 
 
-def geometry_from_config(config: Any, dtype: torch.dtype | str, block_tokens: int = 16) -> KVGeometry:
+def geometry_from_config(
+    config: Any, dtype: torch.dtype | str, block_tokens: int = 16, *, latent: bool = False, sharing: bool = False
+) -> KVGeometry:
     """KV geometry of a causal language model: a group of full layers, a group per sliding window, or both.
 
     config: a transformers config (of a multimodal model: its text part is taken).
     dtype: dtype of the stored KV, torch.bfloat16 or "bfloat16".
+    latent: the caller can keep MLA's latents, one of kv_lora_rank + qk_rope_head_dim values a token and layer.
+    sharing: it can do without the layers that reuse another's KV; they are in no group then.
     Raises ConfigError for models whose KV this runner cannot keep correctly, saying why.
     """
     text = config.get_text_config(decoder=True)
-    refuse_config(text)
-    return KVGeometry(
-        groups=cache_groups(text), block_tokens=block_tokens, dtype=dtype_name(dtype), position=position_scheme(text)
+    refuse_config(text, latent=latent, sharing=sharing)
+    reusing = {at for at, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()) if mode == "reuse"}
+    groups = tuple(
+        replace(group, layers=layers)
+        for group in cache_groups(text)
+        if (layers := tuple(layer for layer in group.layers if layer not in reusing))
     )
+    return KVGeometry(groups=groups, block_tokens=block_tokens, dtype=dtype_name(dtype), position=position_scheme(text))
 
 
 def position_scheme(text: Any) -> str:
@@ -53,11 +62,15 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_config(text: Any) -> None:
+def refuse_config(text: Any, *, latent: bool = False, sharing: bool = False) -> None:
     """Raise ConfigError for a config whose attention a paged runner would get wrong without any error."""
     name = getattr(text, "model_type", type(text).__name__)
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(text, "kv_lora_rank", None) and not latent:
         raise ConfigError(f"{name} keeps latent KV (MLA, kv_lora_rank={text.kv_lora_rank}): not in this runner yet")
+    if getattr(text, "index_topk", None):
+        raise ConfigError(
+            f"{name} keeps the keys of a sparse-attention indexer beside its KV (index_topk): not here yet"
+        )
     for where, rope_type in _rope_types(getattr(text, "rope_parameters", None)):
         if "dynamic" in rope_type or rope_type == "longrope":
             raise ConfigError(
@@ -68,8 +81,8 @@ def refuse_config(text: Any) -> None:
     allowed = {FULL_ATTENTION, SLIDING_ATTENTION}
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - allowed):
         raise ConfigError(f"{name} has layers of type {strange}; this runner pages {sorted(allowed)}")
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise ConfigError(f"{name} shares KV across layers (num_kv_shared_layers): not in this runner yet")
+    if getattr(text, "num_kv_shared_layers", 0) and not (sharing and hasattr(text, "kv_sharing_modes")):
+        raise ConfigError(f"{name} shares KV across layers (num_kv_shared_layers): not in paged attention yet")
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"{name} does not attend causally; only causal language models can be paged")
 

@@ -26,6 +26,8 @@ from engine_adapter.model_geometry import geometry_from_config, refuse_model
 from engine_adapter.paged_cache import PagedCache, RowIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from allocator import Slab
     from quant import BlockCodec
 
@@ -42,6 +44,7 @@ class _Step:
     plans: tuple[Any, ...]
     writes: tuple[RowIndex, ...]
     windows: tuple[int | None, ...]
+    before_layer: Callable[[int], None] | None = None
     reached: set[int] = field(default_factory=set)
     settings: AttentionSettings | None = None  # of the last layer; most models have the same for all
 
@@ -61,6 +64,8 @@ class HFRunner:
     runner holds a model, the model's own `generate` does not work; `release` gives the model back.
     Raises ConfigError for models that cannot be paged.
     """
+
+    calls_before_layer = True
 
     def __init__(
         self,
@@ -157,7 +162,7 @@ class HFRunner:
             mapping = np.concatenate([part.slot_mappings[group] for part in batch])
             writes.append(cache.write_index(group, mapping))
         windows = tuple(group.window_tokens for group in self.geometry.groups)
-        return _Step(cache, self.backend, tuple(plans), tuple(writes), windows)
+        return _Step(cache, self.backend, tuple(plans), tuple(writes), windows, batch.before_layer)
 
 
 def paged_attention(
@@ -187,6 +192,8 @@ def paged_attention(
     if layer in step.reached:
         raise IntegrityError(f"layer {layer} attends twice in one step; paging it would overwrite its own KV")
     step.reached.add(layer)
+    if step.before_layer is not None:
+        step.before_layer(layer)
     told = kwargs.get("sliding_window")
     if told is not None and told != step.windows[group]:
         raise ConfigError(

@@ -92,6 +92,8 @@ class ToyModel:
 class ToyRunner:
     """Runs `ToyModel` over a slab, as a real runner would: per layer all slices write, then all slices read."""
 
+    calls_before_layer = True
+
     def __init__(
         self, geometry: KVGeometry, slab: Slab, *, vocab_size: int = 97, read_cold: ColdReader | None = None
     ) -> None:
@@ -136,6 +138,8 @@ class ToyRunner:
         for layer in range(self.model.layer_count):
             for part, state in zip(batch, states, strict=True):
                 self._write(part, state, layer)
+            if batch.before_layer is not None:
+                batch.before_layer(layer)
             for place, part in enumerate(batch):
                 states[place] = self._attend(part, states[place], layer)
         rows = [state[len(state) - part.logits_count :] for part, state in zip(batch, states, strict=True)]

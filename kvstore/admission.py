@@ -220,7 +220,7 @@ class Admitter:
         for group, group_plan in enumerate(plan.groups):
             self._fill_table(sequence, group, group_plan, fetched[group])
         block_tokens = self._geometry.block_tokens
-        sequence.written = plan.blocks * block_tokens
+        sequence.written = sequence.loading_tokens = plan.blocks * block_tokens
         if plan.lossy_at is not None:
             sequence.lossy_from = plan.lossy_at * block_tokens
 
@@ -252,9 +252,20 @@ class Admitter:
         if sequence.exact:
             self._pool.hold_exact(ids)
 
-    def start_fetch(self, sequence: Sequence, plan: HitPlan, on_done: Callable[[Sequence], None], now: float) -> None:
-        """Have the sequence's pending copies fetched; `on_done` once it has all that it can get."""
-        sequence.state = SequenceState.LOADING
+    def start_fetch(
+        self,
+        sequence: Sequence,
+        plan: HitPlan,
+        on_done: Callable[[Sequence], None],
+        now: float,
+        *,
+        by_layer: bool = False,
+    ) -> None:
+        """Have the sequence's pending copies fetched; `on_done` once it has all that it can get.
+
+        by_layer: in the order of layers, from tiers that can, so that it may compute meanwhile.
+        """
+        sequence.state, sequence.by_layer = SequenceState.LOADING, by_layer
         tiers = {copy.tier.name: copy.tier for group in plan.groups for copy in group.copies.values()}
         self._mover.fetcher.start(sequence, tiers, on_done, now)
 
@@ -271,7 +282,7 @@ class Admitter:
         missing.difference_update((copy.group, copy.position) for copy in arrived)
         sliding = [index for index, group in enumerate(self._geometry.groups) if group.kind is GroupKind.SLIDING]
         gaps = [position for group, position in missing if group not in sliding]
-        blocks = min([sequence.written // self._geometry.block_tokens, *gaps])
+        blocks = min([sequence.loading_tokens // self._geometry.block_tokens, *gaps])
         while blocks and not all(self._has_window(sequence, group, blocks, missing) for group in sliding):
             blocks -= 1
         fresh = []

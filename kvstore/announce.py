@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.events import EventStream
+    from kvstore.identity import HashChain
 
 DEVICE = "device"
 
@@ -22,8 +23,9 @@ DEVICE = "device"
 class Announcer:
     """cold_codec: the name of the codec of INT4 blocks."""
 
-    def __init__(self, events: EventStream, cold_codec: str | None) -> None:
+    def __init__(self, events: EventStream, cold_codec: str | None, block_tokens: int) -> None:
         self.events = events
+        self._block_tokens = block_tokens
         self._codecs = ("raw", cold_codec or "raw")
 
     @property
@@ -31,19 +33,22 @@ class Announcer:
         """False while nobody listens: then callers spare the work."""
         return self.events.has_subscribers
 
-    def stored(self, group: int, hashes: Sequence[bytes], parent: bytes | None, exact: bool, form: int = FULL) -> None:
-        """`hashes` follow each other, the first one follows `parent`."""
-        self.events.publish(BlockStored(DEVICE, group, tuple(hashes), parent, self._codecs[form], exact))
+    def stored(self, group: int, chain: HashChain, positions: range, exact: bool, form: int = FULL) -> None:
+        """Blocks at `positions` of a chain."""
+        hashes, size = chain.hashes, self._block_tokens
+        named = tuple(hashes[positions.start : positions.stop])
+        parent = hashes[positions.start - 1] if positions.start else None
+        tokens = chain.tokens(positions.start * size, positions.stop * size)
+        self.events.publish(BlockStored(DEVICE, group, named, parent, self._codecs[form], exact, size, tokens))
 
-    def sealed(self, group: int, hashes: Sequence[bytes], start: int, fresh: Sequence[bool], exact: bool) -> None:
-        """Blocks from position `start` of a chain with these hashes were sealed; `fresh` where they are new."""
+    def sealed(self, group: int, chain: HashChain, start: int, fresh: Sequence[bool], exact: bool) -> None:
+        """Blocks from position `start` of a chain were sealed; `fresh` where they are new."""
         if all(fresh):
-            parent = hashes[start - 1] if start else None
-            self.stored(group, hashes[start : start + len(fresh)], parent, exact)
+            self.stored(group, chain, range(start, start + len(fresh)), exact)
             return
         for position, one in enumerate(fresh, start):
             if one:
-                self.stored(group, [hashes[position]], hashes[position - 1] if position else None, exact)
+                self.stored(group, chain, range(position, position + 1), exact)
 
     def evicted(self, group: int, hashes: Sequence[bytes], computed_exact: Sequence[bool], form: int) -> None:
         for exact in (True, False):

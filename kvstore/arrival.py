@@ -51,18 +51,18 @@ class Arrivals:
 
     def adopt(self, sequence: Sequence) -> int:
         """Name what arrived, cut the sequence at the first block that did not; the blocks that are there."""
-        planned = sequence.written // self._block_tokens
+        planned = sequence.loading_tokens // self._block_tokens
         blocks, fresh = self._admitter.settle(sequence)
         self._upkeep.remember_fetched(sequence, fresh)
         self._bring_nearer(fresh)
         if self._announcer.heard:
-            hashes = sequence.chain.hashes
             for copy in fresh:
-                parent = hashes[copy.position - 1] if copy.position else None
-                self._announcer.stored(copy.group, [copy.block_hash], parent, copy.key.exact, copy.form)
+                place = range(copy.position, copy.position + 1)
+                self._announcer.stored(copy.group, sequence.chain, place, copy.key.exact, copy.form)
         if blocks < planned:
             ready = blocks * self._block_tokens
-            self._growth.truncate(sequence, ready)
+            self._growth.truncate(sequence, ready)  # and with it what was computed behind it meanwhile
+            sequence.written = ready
             tables = sequence.tables
             if all(self._pool.reads_exact(one) for table in tables for one in table.ids().tolist() if one >= 0):
                 sequence.lossy_from = None
@@ -85,7 +85,7 @@ class Arrivals:
 
     def ready(self, sequence: Sequence, blocks: int, fetched: Mapping[int, str]) -> None:
         """`blocks` leading blocks are there, those in `fetched` (position -> tier) from below: computing can start."""
-        sequence.written = sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
+        sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
         sequence.sealed_blocks = blocks
         by_tier = Counter(tier for position, tier in fetched.items() if position < blocks)
         if by_tier.total() < blocks:

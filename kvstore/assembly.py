@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allocator import BlockPool, ConfigError, ExtentLayout
+from allocator import LRU, BlockPool, ConfigError, ExtentLayout
+from allocator.eviction_learned import learned_together
 from kvstore.admission import Admitter
 from kvstore.announce import Announcer
 from kvstore.arrival import Arrivals
@@ -18,6 +19,7 @@ from kvstore.leases import Leases
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.residency import Residency
+from kvstore.reuse_notes import ReuseNotes
 from kvstore.tier_admission import make_admission
 from kvstore.upkeep import Upkeep
 from kvstore.write_behind import WriteBehind
@@ -56,6 +58,12 @@ class Parts:
     arrivals: Arrivals
     announcer: Announcer
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """For the choice between loading and computing, and for tiers that want to know."""
+        self.costs.observe_prefill(tokens, seconds)
+        for tier in self.tiers:
+            tier.note_prefill_speed(self.costs.prefill_tokens_per_second)
+
 
 def assemble(
     geometry: KVGeometry,
@@ -74,8 +82,9 @@ def assemble(
     full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
     layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
     metrics = StoreMetrics()
-    announcer = Announcer(EventStream(epoch=epoch, queue_limit=config.event_queue_limit), codec.name if codec else None)
-    pool = BlockPool(layout)
+    announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None, geometry.block_tokens)
+    learns = config.eviction_policy == "learned"
+    pool = BlockPool(layout, learned_together(layout.group_count, geometry.block_tokens) if learns else LRU)
     device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
 
     def on_failed(cause: str) -> None:
@@ -97,7 +106,10 @@ def assemble(
         pool, device, executor, metrics, fetcher, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
     )
     cools = codec is not None
-    upkeep = Upkeep(geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, cools=cools)
+    reuse = ReuseNotes(pool, geometry.block_tokens, is_learning=learns)
+    upkeep = Upkeep(
+        geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
+    )
 
     count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
 
@@ -154,6 +166,8 @@ def own_tiers(
             executor = make_executor(config.io_threads, "kvstore-host", on_failed=on_failed)
             slot_bytes = [size for size in layout.raw_slot_bytes if size]
             tiers.append(HostTier(config.host_bytes, executor, slot_bytes=slot_bytes, prefault=config.host_prefault))
+        if config.daemon_socket:
+            tiers.append(_daemon_tier(geometry, config, on_failed))
         if config.disk_path:
             from kvstore.disk_tier import DiskTier
             from kvstore.frame_specs import geometry_specs
@@ -172,6 +186,20 @@ def own_tiers(
             tier.close()
         raise
     return tuple(tiers)
+
+
+def _daemon_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:
+    from kvstore.daemon.client import DaemonTier
+    from kvstore.frame_specs import geometry_specs
+
+    deadline = config.fetch_deadline_seconds
+    return DaemonTier(
+        config.daemon_socket,
+        make_executor(config.io_threads, "kvstore-daemon", on_failed=on_failed),
+        specs=geometry_specs(geometry),
+        timeout_seconds=min(0.25, deadline / 2),
+        fetch_seconds=deadline,
+    )
 
 
 def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:

@@ -36,6 +36,12 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         return self._pause > 0
 
+    @property
+    def is_resting(self) -> bool:
+        """Open, and nobody may try now."""
+        with self._lock:
+            return self._pause > 0 and (self._probing or self._clock() < self._until)
+
     def allow(self) -> bool:
         """Whether to try now. True while open makes the caller the probe: it must end in succeeded, failed or left."""
         with self._lock:

@@ -21,11 +21,14 @@ from allocator.errors import ConfigError
 
 ENV_PREFIX = "KVSTORE_"
 DAEMON_PREFIX = "KVSTORE_DAEMON_"
-"""Variables of `kvstore serve` alone."""
+"""Variables of `kvstore serve` alone, but for one."""
+_CLIENT_SOCKET = "KVSTORE_DAEMON_SOCKET"
 TOML_TABLE = "kvstore"
-OTHER_VARIABLES = frozenset({"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE"})
+OTHER_VARIABLES = frozenset(
+    {"KVSTORE_MODEL_CACHE", "KVSTORE_KERNELS", "KVSTORE_TRACE_FILE", "KVSTORE_TRACE_SALT_FILE", "KVSTORE_TRACES"}
+)
 """Variables with our prefix that are no setting of a store: where `engine_adapter` keeps converted models, which
-kernels `quant` uses, and what `kvstore record` asks for."""
+kernels `quant` uses, what `kvstore record` asks for, and where tests find public traces."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -151,12 +154,18 @@ class KVStoreConfig:
     host_prefault: bool = _key(True, "true or false", _truth)
     """Touch the host arena's pages in the background."""
 
+    eviction_policy: str = _key("learned", "lru or learned", _one_of("lru", "learned"))
+    """Which idle device block goes first: the longest unused, or what learning says, with LRU as its floor."""
+
     disk_path: str = _key("", "a directory's path, or '' for none", _path)
     """Directory of the disk tier; empty: none. One store a directory."""
     disk_bytes: int = _key(8 << 30, f"{_BYTES}, at least 1 MiB", _size)
     """Budget of everything in that directory."""
     disk_sync: str = _key("none", "one of none, batch, always", _one_of("none", "batch", "always"))
     """What survives a power cut: nothing for sure, all but the last transfer, every copy that was reported stored."""
+
+    daemon_socket: str = _key("", "a path, or '' for none", _path)
+    """Where `kvstore serve` listens: its cache is a tier of this store, shared with the host's other processes."""
 
     # remote
     redis_url: str = _key("", "a URL as in docs/how-to/redis.md, or nothing", _text, private=True)
@@ -203,10 +212,9 @@ class KVStoreConfig:
     share: bool = _key(False, "true or false", _truth)
     """Copies may leave this process: needs an identity with known weights."""
     lease_seconds: float = _key(30.0, "a number in (0, 86400]", _real(0, 86400, above=True))
-    """Life of a pin: the default, and the longest."""
+    """Life of a pin: the default, and the longest. All pins together hold half of the device's memory at most."""
     placeholder_ids: tuple[int, ...] = _key((), "token ids in [0, 2**32), as a list or as text '1, 2'", _token_ids)
     """Token ids that stand for media: without a Media over them they are refused."""
-    event_queue_limit: int = _key(4096, "an int in [1, 2**20]", _whole(1, 1 << 20))
     debug_poison: bool = _key(False, "true or false", _truth)
     """Fill slots with NaN before they are handed out to be written, so that a read of what was not written shows."""
 
@@ -244,7 +252,9 @@ class KVStoreConfig:
         given: dict[str, Any] = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES and not name.startswith(DAEMON_PREFIX)
+            if name.startswith(ENV_PREFIX)
+            and name not in OTHER_VARIABLES
+            and (name == _CLIENT_SOCKET or not name.startswith(DAEMON_PREFIX))
         }
         _refuse_unknown(given, f"environment ({ENV_PREFIX}*)")
         for name, value in given.items():

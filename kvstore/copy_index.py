@@ -303,6 +303,17 @@ class CopyIndex(ABC, Generic[Entry]):
             block = self._blocks[name] = _Block(name)
         return block
 
+    def behind(self, root: bytes, hash: bytes, most: int) -> list[CopyKey]:
+        """Copies of a block and of the blocks that follow it, nearest first; at most so many."""
+        groups = {entry.key.group for rows in self.families.values() if (entry := rows.get(hash)) is not None}
+        level = [block for group in sorted(groups) if (block := self._blocks.get((root, group, hash))) is not None]
+        keys: list[CopyKey] = []
+        while level and len(keys) < most:
+            keys += [entry.key for block in level for entry in block.copies]
+            following = {id(entry.block): entry.block for block in level for entry in block.child_copies}
+            level = list(following.values())
+        return keys[:most]
+
     # check -----------------------------------------------------------------------------------------------------------
 
     def broken_rules(self) -> list[str]:

@@ -35,6 +35,9 @@ _TORCH_DTYPES = {
 class BlockBytes(Protocol):
     """What the store needs of a device."""
 
+    writes_in_place: bool
+    """`write_buffer` is the slot itself, so what a tier has put there can be read at once."""
+
     @property
     def slab(self) -> Slab | None: ...
 
@@ -112,7 +115,7 @@ class DeviceBlocks:
     def __init__(self, geometry: KVGeometry, layout: ExtentLayout, codec: BlockCodec | None, device: str) -> None:
         self._geometry = geometry
         self._codec = codec
-        self._on_host = _checked_device(device).type == "cpu"
+        self._on_host = self.writes_in_place = _checked_device(device).type == "cpu"
         self._slab = Slab(layout, geometry, device=device)
 
     @property
@@ -178,6 +181,7 @@ class AbsentDevice:
     """No bytes at all: every method is accounting only. Cooling always succeeds, tiers cannot be attached."""
 
     slab = None
+    writes_in_place = False
 
     def encode(self, group: int, full_slots: list[int], cold_slots: list[int]) -> list[bool]:
         return [True] * len(full_slots)

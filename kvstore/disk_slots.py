@@ -17,10 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.disk_layout import PAGE_BYTES, slot_file_bytes, slot_file_name
-from kvstore.frame import FrameFault, FrameSpec
-from kvstore.frame_heads import head_of
 from kvstore.tier import ByteRow
-from quant.native.summed_file import read_summed, write_summed
+from quant.native.summed_file import Sums, read_part, read_summed, write_summed
 
 _GROW_SLOTS, _GROW_BYTES = 16, 16 << 20
 _KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
@@ -251,25 +249,20 @@ class SlotFiles:
 
     # frames ----------------------------------------------------------------------------------------------------------
 
-    def write_frame(self, slot: int, size: int, head: bytearray, sum_at: int, rows: list[ByteRow]) -> None:
+    def write_frame(self, slot: int, size: int, head: bytearray, sums: Sums, rows: list[ByteRow]) -> None:
         """Write a frame to a slot of `size` bytes, to the end of its last page; fills in the head's sums, head last."""
         rest_bytes = -(len(head) + sum([row.nbytes for row in rows])) % PAGE_BYTES
-        write_summed(self._fd(size), slot * size, head, sum_at, rows, rest_bytes)
+        write_summed(self._fd(size), slot * size, head, sums, rows, rest_bytes)
 
-    def read_rows(self, slot: int, size: int, head: bytearray, sum_at: int, rows: list[ByteRow]) -> bytes | None:
+    def read_rows(self, slot: int, size: int, head: bytearray, sums: Sums, rows: list[ByteRow]) -> bytes | None:
         """Read a frame's payload into rows and fill the sums into the head. None: that head lies there; else what does,
         b"" where the file ends too early.
         """
-        return read_summed(self._fd(size), slot * size, head, sum_at, rows)
+        return read_summed(self._fd(size), slot * size, head, sums, rows)
 
-    def read_frame(
-        self, slot: int, spec: FrameSpec, rows: list[ByteRow], secret: bytes | None, size: int
-    ) -> FrameFault | None:
-        """Read a frame's payload into rows and check all of it. A fault: the rows hold nothing of use."""
-        form = head_of(spec)
-        head = form.of(spec.key.hash)
-        found = self.read_rows(slot, size, head, form.sum_at, rows)
-        return form.fault(found, head, spec, rows, secret)
+    def read_part(self, slot: int, size: int, offset: int, rows: list[ByteRow]) -> bytes | None:
+        """Read from `offset` in a slot on into rows: XXH3-128 of what came, None where the file ends too early."""
+        return read_part(self._fd(size), slot * size + offset, rows)
 
     def write_whole(self, slot: int, frame: bytes, size: int) -> None:
         """Write a frame that was made elsewhere."""

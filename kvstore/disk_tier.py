@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from kvstore.disk_open import make_directory, new_catalog, open_catalog, recover
 from kvstore.disk_slots import SlotFiles
 from kvstore.disk_writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
-from kvstore.frame import FrameFault
-from kvstore.frame_heads import FrameHeads
+from kvstore.frame import FrameFault, parse_header
+from kvstore.frame_build import stretches
+from kvstore.frame_heads import FrameHead, FrameHeads
 from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.indexed_tier import IndexedTier
 from kvstore.tier import Job, ResultCode, Transfer
@@ -70,6 +71,7 @@ class DiskTier(IndexedTier[DiskEntry]):
         super().__init__("disk", executor)
         self.directory = Path(directory)
         self._sync, self._specs, self._secret = sync, specs, secret
+        self.delivers_layers = secret is None  # nothing signed is good before its end
         self._heads = FrameHeads(specs)
         self._lock = threading.Lock()
         self._writing = threading.RLock()
@@ -240,10 +242,10 @@ class DiskTier(IndexedTier[DiskEntry]):
         if entry.frame_bytes < entry.size_bytes:
             return self._read_packed(job, entry)
         rows = job.rows
-        form = self._heads.head(job.key, entry.family, job.size_bytes)
+        form = self._form(job, entry)
         head = form.of(job.key.hash)
         if entry.slot is not None:
-            found = self._slots.read_rows(entry.slot, entry.slot_bytes, head, form.sum_at, rows)
+            found = self._slots.read_rows(entry.slot, entry.slot_bytes, head, form.sums, rows)
         else:
             value = self._catalog.read_value(entry.generation, entry.frame_bytes)
             if value is None:
@@ -252,6 +254,46 @@ class DiskTier(IndexedTier[DiskEntry]):
         if found is None and self._secret is None:
             return None
         return form.fault(found, head, self._specs(job.key, job.size_bytes), rows, self._secret)
+
+    def _layers_of(self, job: Job, claim: Any) -> Generator[int, None, ResultCode]:
+        entry: DiskEntry | None = claim
+        if entry is None or entry.slot is None or entry.size_bytes != job.size_bytes:
+            return self._get_one(job, claim)
+        if self._secret is not None or entry.frame_bytes < entry.size_bytes:  # good as a whole only: signed, or packed
+            return self._get_one(job, claim)
+        self._check_process()
+        try:
+            fault = yield from self._read_layers(job, entry, entry.slot)
+        except OSError as error:
+            return self._drop(entry, f"read_{errno.errorcode.get(error.errno or 0, 'OSError')}")
+        return ResultCode.OK if fault is None else self._drop(entry, f"corrupt_{fault}")
+
+    def _read_layers(self, job: Job, entry: DiskEntry, slot: int) -> Generator[int, None, FrameFault | None]:
+        spec, head_bytes = self._specs(job.key, job.size_bytes), entry.frame_bytes - entry.size_bytes
+        head = self._slots.read_whole(slot, head_bytes, entry.slot_bytes)
+        if head is None:
+            return FrameFault.LENGTH
+        header = parse_header(head, spec, frame_bytes=entry.frame_bytes, keyed=False)
+        if isinstance(header, FrameFault):
+            return header
+        for segment, rows in zip(
+            header.segments, stretches(job.rows, [one.byte_count for one in header.segments]), strict=True
+        ):
+            found = self._slots.read_part(slot, entry.slot_bytes, head_bytes + segment.offset, rows)
+            if found is None:
+                return FrameFault.LENGTH
+            if found != segment.checksum:
+                return FrameFault.PAYLOAD_CHECKSUM
+            yield segment.layers[1]
+        return None
+
+    def _form(self, job: Job, entry: DiskEntry) -> FrameHead:
+        """As it was written: signed frames and those of before layer groups have one segment."""
+        is_signed = self._secret is not None
+        form = self._heads.head(job.key, entry.family, job.size_bytes, is_whole=is_signed)
+        if entry.frame_bytes != form.frame_bytes:
+            form = self._heads.head(job.key, entry.family, job.size_bytes, is_whole=not is_signed)
+        return form
 
     def _read_packed(self, job: Job, entry: DiskEntry) -> FrameFault | str | None:
         frame: bytes | bytearray | None

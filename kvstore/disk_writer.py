@@ -26,7 +26,6 @@ from kvstore.disk_index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
 from kvstore.disk_layout import BALLAST_NAME, record_bytes
 from kvstore.disk_lock import DirectoryLock, InspectionLock
 from kvstore.disk_slots import SlotFiles
-from kvstore.frame_build import joined_checksum
 from kvstore.frame_heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame_specs import SpecSource
 from kvstore.tier import Job, ResultCode, Transfer
@@ -137,7 +136,7 @@ class DiskWriter:
         if job.size_bytes == 0:
             self._index.counts["empty"] += 1
             return ResultCode.FAILED
-        form = self._heads.head(job.key, job.key.family, job.size_bytes)
+        form = self._heads.head(job.key, job.key.family, job.size_bytes, is_whole=self._secret is not None)
         frame_bytes = form.frame_bytes if packed is None else len(packed)
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
@@ -188,7 +187,7 @@ class DiskWriter:
                 self._slots.write_whole(entry.slot, one.packed, entry.slot_bytes)
             else:
                 rows = one.job.rows
-                self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sum_at, rows)
+                self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sums, rows)
             if self._sync == "always":
                 self._slots.sync({entry.slot_bytes})
 
@@ -214,7 +213,7 @@ class DiskWriter:
         place = (job.size_bytes, entry.frame_bytes, entry.slot_bytes, entry.slot)
         record = record_bytes(job.key.to_bytes(), job.parent, place, entry.generation, tick, written_at)
         if entry.slot is None and value is None:
-            head = form.filled(job.key.hash, joined_checksum(job.rows))
+            head = form.filled(job.key.hash, job.rows)
             if self._secret is not None:
                 head = signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
             value = b"".join((head, *(row.data for row in job.rows)))

@@ -18,7 +18,10 @@ from allocator.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks of one sequence now have a copy in `tier`; in order, the first one follows `parent` (None: the root)."""
+    """Blocks of one sequence now have a copy in `tier`; in order, the first one follows `parent` (None: the root).
+
+    block_tokens: of each; token_ids: of all of them, empty where the publisher knows hashes only.
+    """
 
     tier: str
     group: int
@@ -26,6 +29,8 @@ class BlockStored:
     parent: bytes | None
     codec: str
     exact: bool
+    block_tokens: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

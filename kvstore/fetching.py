@@ -7,6 +7,8 @@ here waits.
   arrived counts although the rest is late.
 - A copy that is on its way already is shared: sequences that wait for one block hold the same device block, and each
   is told when the last one of its copies has an outcome. A failure is one for all of them.
+- Where an engine computes meanwhile (by_layer), all that a tier brings for a sequence is one piece, which arrives layer
+  by layer; it is on the device or a miss as a whole in time, like any other piece.
 - A sequence is settled as soon as a copy of a prefix-closed group has failed and all before it are there: what comes
   after cannot be used. A piece that nobody waits for any more is cancelled.
 
@@ -24,12 +26,13 @@ from allocator import GroupKind
 from kvstore.tier import ResultCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Set
     from collections.abc import Sequence as Items
 
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
     from kvstore.device_blocks import BlockBytes
+    from kvstore.layer_progress import LayerProgress
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy, Sequence
     from kvstore.tier import Completion, CopyKey, Tier, Transfer
@@ -60,6 +63,8 @@ class Fetcher:
         self._closed_groups = {
             index for index, group in enumerate(geometry.groups) if group.kind is not GroupKind.SLIDING
         }
+        self._geometry = geometry
+        self.layer_end = 1 + max(layer for group in geometry.groups for layer in group.layers)
         self._pool = pool
         self._device = device
         self._metrics = metrics
@@ -84,6 +89,32 @@ class Fetcher:
         found = self._incoming.get(key)
         return None if found is None else found[0]
 
+    # -- layers -------------------------------------------------------------------------------------------------
+
+    def progress(self, sequence: Sequence, group: int) -> list[LayerProgress] | None:
+        """Of the transfers that still bring the sequence copies of a group. None: a copy cannot be read in time."""
+        if sequence.pending and not self._device.writes_in_place:
+            return None
+        found: dict[_Piece, None] = {}
+        for copy in sequence.pending:
+            if copy.outcome is False:
+                return None
+            if copy.outcome is None and copy.group == group:
+                found[self._incoming[copy.key][1]] = None
+        return [piece.transfer.progress for piece in found if piece.transfer is not None]
+
+    def layers_ready(self, sequence: Sequence) -> int:
+        """Leading layers of the model whose KV is there for all that the sequence loads; 0 when a copy has failed."""
+        ready = self.layer_end
+        for index, group in enumerate(self._geometry.groups):
+            found = self.progress(sequence, index)
+            if found is None or any(one.failed for one in found):
+                return 0
+            place = min((one.ready(index) for one in found), default=len(group.layers))
+            if place < len(group.layers):
+                ready = min(ready, *group.layers[place:])
+        return ready
+
     # -- begin --------------------------------------------------------------------------------------------------
 
     def start(
@@ -99,17 +130,21 @@ class Fetcher:
             copy.waiters.append(sequence)
             if copy.key not in self._incoming:
                 fresh.append(copy)
-        for tier, copies in self._cut(fresh):
-            self._submit(tiers[tier], copies, now)
+        sequence.by_layer = sequence.by_layer and self._device.writes_in_place
+        in_layers = {name for name, tier in tiers.items() if sequence.by_layer and tier.delivers_layers}
+        for name, copies in self._cut(fresh, in_layers):
+            self._submit(tiers[name], copies, now, by_layer=name in in_layers)
         self._touched[sequence] = None
         self._tell()
 
-    def _cut(self, copies: list[PendingCopy]) -> Iterator[tuple[str, list[PendingCopy]]]:
-        """Pieces of one tier each, in the order in which the blocks are needed."""
+    def _cut(self, copies: list[PendingCopy], whole: Set[str]) -> Iterator[tuple[str, list[PendingCopy]]]:
+        """Pieces of one tier each, in the order in which the blocks are needed; of the tiers in `whole` one each."""
         part: dict[str, list[PendingCopy]] = {}
         for copy in sorted(copies, key=lambda copy: copy.position):
             piece = part.setdefault(copy.tier, [])
             piece.append(copy)
+            if copy.tier in whole:
+                continue
             if len(piece) == _PIECE_BLOCKS or sum(map(self._bytes_of, piece)) >= _PIECE_BYTES:
                 yield copy.tier, part.pop(copy.tier)
         yield from part.items()
@@ -117,13 +152,14 @@ class Fetcher:
     def _bytes_of(self, copy: PendingCopy) -> int:
         return self._pool.layout.raw_slot_bytes[2 * copy.group + copy.form]
 
-    def _submit(self, tier: Tier, copies: list[PendingCopy], now: float) -> None:
+    def _submit(self, tier: Tier, copies: list[PendingCopy], now: float, *, by_layer: bool) -> None:
         pool = self._pool
         block_ids = [copy.block_id for copy in copies]
         pool.begin_transfer(block_ids)
         try:
             buffers = [self._device.write_buffer(copy.group, copy.form, pool.slot_of(copy.block_id)) for copy in copies]
-            transfer = tier.submit_get([(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)])
+            items = [(copy.key, buffer) for copy, buffer in zip(copies, buffers, strict=True)]
+            transfer = tier.submit_get(items, by_layer=True) if by_layer else tier.submit_get(items)
         except Exception:  # counted: what cannot be asked for is computed
             pool.end_transfer(block_ids)
             for copy in copies:

@@ -5,7 +5,7 @@ Pure functions over buffers; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from kvstore.frame_layout import (
     ROOT_BYTES,
     SEGMENT,
     VERSION,
+    Cut,
     FrameSpec,
     header_layout,
     keyed_hash,
@@ -88,24 +89,33 @@ def build_into(
 
 
 def build_joined_header(
-    spec: FrameSpec, pieces: Sequence[Buffer], checksum: bytes, *, secret: bytes | None = None
+    spec: FrameSpec,
+    pieces: Sequence[Buffer],
+    checksums: bytes | Sequence[bytes],
+    *,
+    cut: Cut | None = None,
+    secret: bytes | None = None,
 ) -> bytes:
-    """The header of a frame of one segment whose payload lies in several pieces, cut anywhere.
+    """The header of a frame whose payload lies in several pieces, cut anywhere.
 
-    checksum: XXH3-128 of the pieces in order, taken by a caller that had them in cache anyway.
+    cut: its segments (None: one). checksums: XXH3-128 of each (one: as it is), of a caller that had them in cache.
     """
     rows = [as_byte_row(piece) for piece in pieces]
     total = sum(row.nbytes for row in rows)
-    if total != spec.payload_bytes or len(checksum) != CHECK_BYTES:
+    cut = cut or Cut((spec.key.layers,), (total,))
+    sums = [checksums] if isinstance(checksums, bytes) else checksums
+    if total != spec.payload_bytes or len(sums) != len(cut.sizes) or any(len(one) != CHECK_BYTES for one in sums):
         raise UsageError(
-            f"frame: got {total} bytes and a checksum of {len(checksum)}; expected {spec.payload_bytes}, 16"
+            f"frame: got {total} bytes and {len(sums)} checksums; expected {spec.payload_bytes} and "
+            f"{len(cut.sizes)} of 16 bytes"
         )
-    return _header(spec, [spec.key.layers], rows, [checksum], secret, [total])
+    return _header(spec, cut.layers, rows, sums, secret, cut.sizes)
 
 
-def blank_header(spec: FrameSpec) -> bytes:
-    """The header of an unsigned frame of one segment, with zeros where the payload's checksum goes."""
-    return _header(spec, [spec.key.layers], [], [bytes(CHECK_BYTES)], None, [spec.payload_bytes])
+def blank_header(spec: FrameSpec, cut: Cut | None = None) -> bytes:
+    """The header of an unsigned frame of these segments (None: one), with zeros where the payload's checksums go."""
+    cut = cut or Cut((spec.key.layers,), (spec.payload_bytes,))
+    return _header(spec, cut.layers, [], [bytes(CHECK_BYTES)] * len(cut.sizes), None, cut.sizes)
 
 
 def joined_checksum(pieces: Sequence[Buffer]) -> bytes:
@@ -114,6 +124,29 @@ def joined_checksum(pieces: Sequence[Buffer]) -> bytes:
     for piece in pieces:
         state.update(as_byte_row(piece))
     return state.digest()
+
+
+def joined_checksums(pieces: Sequence[Buffer], sizes: Sequence[int]) -> list[bytes]:
+    """XXH3-128 of each stretch of so many bytes of the pieces in order."""
+    return [joined_checksum(stretch) for stretch in stretches([as_byte_row(piece) for piece in pieces], sizes)]
+
+
+def stretches(rows: Sequence[ByteRow], sizes: Sequence[int]) -> Iterator[list[ByteRow]]:
+    """The rows, one behind the other, cut into stretches of these sizes."""
+    if len(sizes) == 1:
+        yield list(rows)
+        return
+    at, place = 0, 0
+    for size in sizes:
+        parts, left = [], size
+        while left:
+            part = rows[place][at : at + left]
+            left, at = left - part.nbytes, at + part.nbytes
+            if part.nbytes:
+                parts.append(part)
+            if at == rows[place].nbytes:
+                place, at = place + 1, 0
+        yield parts
 
 
 def _checked_ranges(

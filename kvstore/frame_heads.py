@@ -1,4 +1,4 @@
-"""Heads of frames of one segment, packed once for all copies of a form: per copy only its hash and two sums differ.
+"""Heads of frames, packed once for all copies of a form: per copy only its hash and the sums differ.
 
 A frame is right when its head equals, byte by byte, the head that its spec and its payload's sum lead to; only one that
 is not gets parsed, to say what is wrong with it. Bytes in docs/formats/frame.md.
@@ -13,21 +13,22 @@ from typing import NamedTuple
 
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, parse_header
-from kvstore.frame_build import blank_header, build_joined_header, joined_checksum
-from kvstore.frame_layout import CHECK_BYTES, HASH_AT, SEGMENT_SUM_AT, FrameSpec, header_layout
+from kvstore.frame_build import blank_header, build_joined_header, joined_checksum, joined_checksums
+from kvstore.frame_layout import CHECK_BYTES, HASH_AT, SEGMENT, SEGMENT_SUM_AT, Cut, FrameSpec, cut_of, header_layout
 from kvstore.frame_specs import SpecSource
 from kvstore.tier import ByteRow
-from quant.native.checksum import Checksum, checksum
+from quant.native.checksum import checksum
+from quant.native.summed_file import Sums
 
 _FORMS_MOST = 256
 _HASH_END = HASH_AT + 32
 
 
 class FrameHead(NamedTuple):
-    """template: without hash, sums and keyed hash. sum_at: where the payload's goes."""
+    """template: without hash, sums and keyed hash. sums: where each segment's goes, and its bytes."""
 
     template: bytes
-    sum_at: int
+    sums: Sums
     frame_bytes: int
 
     def of(self, hash: bytes) -> bytearray:
@@ -36,9 +37,10 @@ class FrameHead(NamedTuple):
         head[HASH_AT:_HASH_END] = hash
         return head
 
-    def filled(self, hash: bytes, payload_sum: bytes) -> bytearray:
+    def filled(self, hash: bytes, rows: Sequence[ByteRow]) -> bytearray:
         head = self.of(hash)
-        head[self.sum_at : self.sum_at + CHECK_BYTES] = payload_sum
+        for (at, _), one in zip(self.sums, joined_checksums(rows, [size for _, size in self.sums]), strict=True):
+            head[at : at + CHECK_BYTES] = one
         head[-CHECK_BYTES:] = checksum(head[:-CHECK_BYTES])
         return head
 
@@ -46,12 +48,12 @@ class FrameHead(NamedTuple):
         """A frame in memory, frame_bytes long, into rows: the head that its payload leads to, and the one that it has
         (None: the same).
         """
-        head_bytes, state = len(self.template), Checksum()
+        head_bytes = len(self.template)
         at, view = head_bytes, memoryview(frame)
         for row in rows:
-            state.copy(view[at : at + row.nbytes], row)
+            row[:] = view[at : at + row.nbytes]
             at += row.nbytes
-        head, found = self.filled(hash, state.digest()), frame[:head_bytes]
+        head, found = self.filled(hash, rows), frame[:head_bytes]
         return head, None if found == head else bytes(found)
 
     def fault(
@@ -63,12 +65,14 @@ class FrameHead(NamedTuple):
         if found is None and secret is None:
             return None
         found = bytes(head) if found is None else found
-        header = parse_header(found, spec, frame_bytes=spec.frame_bytes(1), keyed=secret is not None)
+        header = parse_header(found, spec, frame_bytes=self.frame_bytes, keyed=secret is not None)
         if isinstance(header, FrameFault):
             return header
-        if len(header.segments) != 1:
+        if [one.byte_count for one in header.segments] != [size for _, size in self.sums]:
             return FrameFault.TABLE
-        if head[self.sum_at : self.sum_at + CHECK_BYTES] != header.segments[0].checksum:
+        if any(
+            head[at : at + CHECK_BYTES] != one.checksum for (at, _), one in zip(self.sums, header.segments, strict=True)
+        ):
             return FrameFault.PAYLOAD_CHECKSUM
         return header.check_keyed(rows, secret)
 
@@ -78,26 +82,30 @@ class FrameHeads:
 
     def __init__(self, specs: SpecSource) -> None:
         self._specs = specs
-        self._known: dict[tuple[object, int], FrameHead] = {}
+        self._known: dict[tuple[object, int, bool], FrameHead] = {}
 
-    def head(self, key: CopyKey, family: object, payload_bytes: int) -> FrameHead:
-        """family: key.family, which the caller has at hand."""
-        found = self._known.get((family, payload_bytes))
+    def head(self, key: CopyKey, family: object, payload_bytes: int, *, is_whole: bool) -> FrameHead:
+        """family: key.family, which the caller has at hand. is_whole: of a frame of one segment."""
+        place = (family, payload_bytes, is_whole)
+        found = self._known.get(place)
         if found is None:
             if len(self._known) >= _FORMS_MOST:  # tenants and adapters come and go
                 self._known.clear()
-            found = self._known[family, payload_bytes] = head_of(self._specs(key, payload_bytes))
+            cut = None if is_whole else cut_of(key, payload_bytes)
+            found = self._known[place] = head_of(self._specs(key, payload_bytes), cut)
         return found
 
 
-def head_of(spec: FrameSpec) -> FrameHead:
-    """The head of an unsigned frame."""
-    header = bytearray(blank_header(spec))
+def head_of(spec: FrameSpec, cut: Cut | None = None) -> FrameHead:
+    """The head of an unsigned frame; cut: None: of one segment."""
+    header = bytearray(blank_header(spec, cut))
     header[HASH_AT:_HASH_END] = bytes(32)
-    table_at = header_layout(len(spec.key.parameters), 1)[0]
-    return FrameHead(bytes(header), table_at + SEGMENT_SUM_AT, len(header) + spec.payload_bytes)
+    sizes = (spec.payload_bytes,) if cut is None else cut.sizes
+    at = header_layout(len(spec.key.parameters), len(sizes))[0] + SEGMENT_SUM_AT
+    sums = tuple((at + place * SEGMENT.size, size) for place, size in enumerate(sizes))
+    return FrameHead(bytes(header), sums, len(header) + spec.payload_bytes)
 
 
 def signed_head(spec: FrameSpec, rows: Sequence[ByteRow], secret: bytes) -> bytearray:
-    """The whole head of a signed frame."""
+    """The whole head of a signed frame, which has one segment."""
     return bytearray(build_joined_header(spec, rows, joined_checksum(rows), secret=secret))

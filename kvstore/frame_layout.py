@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
@@ -25,6 +26,9 @@ SEGMENT = struct.Struct("<QQHHI16s")
 HASH_AT, SEGMENT_SUM_AT = 16, 24  # in the fixed fields, in a segment
 MAC_BYTES, CHECK_BYTES = 32, 16
 MOST_SEGMENTS = 4096
+_LEAST_SEGMENT_BYTES = 1 << 20  # worth an I/O and a round of a transfer; our own writers make none shorter
+_SEGMENTS_MOST = 8
+_UNIFORM_PARAMETERS_BYTES = 3  # of a codec that gives every layer the same bits; a table is longer
 NAME_BYTES = 16
 ROOT_BYTES = 16
 _PERSON = b"kvstore frame"
@@ -58,6 +62,29 @@ class FrameSpec:
 
     def frame_bytes(self, segment_count: int) -> int:
         return self.header_bytes(segment_count) + self.payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A payload by layer groups, as our writers cut it: (first layer, end) and bytes of each."""
+
+    layers: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+
+
+def cut_of(key: CopyKey, payload_bytes: int) -> Cut:
+    """How the payload of a copy is cut when it is written, unless it is signed: nothing signed is good before its end.
+
+    What is small stays whole, and what may have layers of different sizes (a codec's table of bits).
+    """
+    first, last = key.layers
+    count = min(_SEGMENTS_MOST, last - first, payload_bytes // _LEAST_SEGMENT_BYTES)
+    layer_bytes, rest = divmod(payload_bytes, last - first)
+    if count < 2 or rest or len(key.parameters) > _UNIFORM_PARAMETERS_BYTES:
+        return Cut(((first, last),), (payload_bytes,))
+    ends = [(last - first) * place // count for place in range(count + 1)]
+    layers = tuple((first + start, first + stop) for start, stop in pairwise(ends))
+    return Cut(layers, tuple((stop - start) * layer_bytes for start, stop in layers))
 
 
 @dataclass(frozen=True, slots=True)

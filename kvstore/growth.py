@@ -14,6 +14,7 @@ import numpy as np
 
 from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
 from kvstore.arguments import length
+from kvstore.sequence import RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -164,10 +165,11 @@ class Growth:
         """Places of tokens that are written and not committed; any other token's block may be shared."""
         if not 0 <= group < len(sequence.tables):
             raise UsageError(f"group: got {group!r}; expected 0..{len(sequence.tables) - 1}")
-        if count < 0 or start < sequence.committed or start + count > sequence.written:
+        final = sequence.committed if sequence.state is RUNNING else sequence.loading_tokens
+        if count < 0 or start < final or start + count > sequence.written:
             raise UsageError(
                 f"slot_mapping of {count} tokens from {start}: sequence {sequence.sequence_id!r} has "
-                f"{sequence.committed} committed, {sequence.written} written; expected tokens between the two"
+                f"{final} committed, {sequence.written} written; expected tokens between the two"
             )
         return sequence.tables[group].slot_mapping(start, count)
 
@@ -245,7 +247,7 @@ class Growth:
         for offset in np.flatnonzero(canonical != ids).tolist():
             table.replace(start + offset, int(canonical[offset]))
         if self._announcer.heard:
-            self._announcer.sealed(table.group, hashes, start, (canonical == ids).tolist(), exact)
+            self._announcer.sealed(table.group, sequence.chain, start, (canonical == ids).tolist(), exact)
         if self._upkeep.names_blocks:
             parents = [hashes[start - 1] if start else None, *hashes[start : stop - 1]]
             self._upkeep.remember(canonical.tolist(), sequence.root, parents)
@@ -260,7 +262,7 @@ class Growth:
         if canonical != block_id:
             table.replace(position, canonical)
         if self._announcer.heard:
-            self._announcer.sealed(table.group, hashes, position, [canonical == block_id], exact)
+            self._announcer.sealed(table.group, sequence.chain, position, [canonical == block_id], exact)
         if self._upkeep.names_blocks:
             self._upkeep.remember([canonical], sequence.root, [hashes[position - 1] if position else None])
 
@@ -276,7 +278,8 @@ class Growth:
     # -- fork ---------------------------------------------------------------------------------------------------
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all that a sequence holds."""
+        """Give back all that a sequence holds, at its end."""
+        self._upkeep.reuse.note(sequence)
         self.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:
@@ -300,10 +303,11 @@ class Growth:
     # -- rollback -----------------------------------------------------------------------------------------------
 
     def rollback(self, sequence: Sequence, token_count: int) -> None:
-        if not 0 < token_count <= sequence.written:
+        most = sequence.written - (0 if sequence.state is RUNNING else sequence.loading_tokens)
+        if not 0 < token_count <= most:
             raise UsageError(
-                f"rollback of {token_count} tokens: sequence {sequence.sequence_id!r} has {sequence.written} written; "
-                f"expected 1..{sequence.written}"
+                f"rollback of {token_count} tokens: sequence {sequence.sequence_id!r} has {most} written; "
+                f"expected 1..{most}"
             )
         remaining = sequence.written - token_count
         self.truncate(sequence, remaining)

@@ -269,6 +269,10 @@ class HashChain:
         """The tokens behind the hashes, those of the unfinished block included."""
         return self._tokens.tolist()
 
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """The tokens of a range of positions."""
+        return tuple(self._tokens[start:stop])
+
     def tokens_equal(self, start: int, token_ids: TokenIds) -> bool:
         """Are the tokens from `start` on these ones? False where the chain is too short."""
         if type(token_ids) is list and len(token_ids) == 1:

@@ -1,15 +1,19 @@
-"""Pins with an end. Runs under the store's lock; a lease that has ended is never an error on the data path."""
+"""Pins with an end and a budget. Runs under the store's lock; a lease that has ended is no error on the data path."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from allocator import LeaseError, UsageError
+from allocator import CapacityError, LeaseError, UsageError
 from kvstore.sequence import Lease
 
 if TYPE_CHECKING:
     from allocator import BlockPool
+
+
+PINNED_SHARE = 0.5  # of the device's bytes, at most; what is pinned can serve nobody else
 
 
 class Leases:
@@ -20,6 +24,9 @@ class Leases:
         self._longest_seconds = longest_seconds
         self._ids = itertools.count(1)
         self._active: dict[int, Lease] = {}
+        self._pins: Counter[int] = Counter()  # leases by block id
+        self._budget_bytes = int(pool.layout.total_bytes * PINNED_SHARE)
+        self.pinned_bytes = 0
 
     def checked_seconds(self, ttl_seconds: float | None) -> float:
         """The life asked for, by default the longest; UsageError for one that is longer, or no number."""
@@ -30,9 +37,19 @@ class Leases:
         return seconds
 
     def grant(self, blocks: tuple[tuple[int, ...], ...], tokens: int, expires_at: float) -> Lease:
-        """Pin `blocks` (ids by group) until `expires_at`."""
+        """Pin `blocks` (ids by group) until `expires_at`. CapacityError, with nothing pinned, beyond the budget."""
+        fresh_bytes = sum(self._slot_bytes(one) for ids in blocks for one in ids if one not in self._pins)
+        if self.pinned_bytes + fresh_bytes > self._budget_bytes:
+            raise CapacityError(
+                fresh_bytes,
+                self._budget_bytes - self.pinned_bytes,
+                f"bytes to pin: leases may hold {PINNED_SHARE:.0%} of the device's memory together; "
+                "unpin something, or pin a shorter prefix",
+            )
         for ids in blocks:
             self._pool.pin(list(ids))
+            self._pins.update(ids)
+        self.pinned_bytes += fresh_bytes
         lease = Lease(next(self._ids), tokens, expires_at, blocks)
         self._active[lease.lease_id] = lease
         return lease
@@ -70,4 +87,14 @@ class Leases:
         del self._active[lease.lease_id]
         lease.active = False
         for ids in lease.blocks:
+            for block_id in ids:
+                self._pins[block_id] -= 1
+                if not self._pins[block_id]:
+                    del self._pins[block_id]
+                    self.pinned_bytes -= self._slot_bytes(block_id)
             self._pool.unpin(list(ids))
+
+    def _slot_bytes(self, block_id: int) -> int:
+        """A pinned block neither cools nor moves, so this stays."""
+        layout, pool = self._pool.layout, self._pool
+        return layout.raw_slot_bytes[2 * pool.group_of(block_id) + pool.form_of(block_id)]

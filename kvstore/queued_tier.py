@@ -10,13 +10,14 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor, InlineExecutor
+from kvstore.layer_progress import LayerRounds
 from kvstore.tier import (
     Buffer,
     ByteRow,
@@ -33,6 +34,16 @@ from kvstore.tier import (
 )
 
 _LOG = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+def _advanced(reader: Generator[int, None, ResultCode]) -> int | ResultCode:
+    try:
+        return next(reader)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 def _rows(buffers: Buffer | Sequence[Buffer], *, writable: bool = False) -> list[ByteRow]:
@@ -84,6 +95,29 @@ class QueuedTier(Tier):
             for job, claim in zip(jobs, claims, strict=True)
         ]
 
+    def _layers_of(self, job: Job, claim: Any) -> Generator[int, None, ResultCode]:
+        """One copy in the order of its layers: yields the place below which they are there and verified.
+
+        A backend whose copies can be checked in parts overrides this; here it is all or nothing.
+        """
+        yield from ()
+        return self._get_one(job, claim)
+
+    def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
+        """The first layers of all, then the next. Backends of batches override it."""
+        rounds = LayerRounds(transfer.progress, jobs, self._waker)
+        readers = [self._layers_of(job, claim) for job, claim in zip(jobs, claims, strict=True)]
+        while going := rounds.going:
+            for number in going:
+                reader = readers[number]
+                found = ResultCode.CANCELLED if transfer.cancelled else self._guarded(_advanced, reader)
+                if isinstance(found, ResultCode):
+                    rounds.end(number, found, good=found is ResultCode.OK)
+                else:
+                    rounds.got(number, found)
+            rounds.tell()
+        return [result or ResultCode.FAILED for result in rounds.results]
+
     # the contract ----------------------------------------------------------------------------------------------------
 
     def submit_put(self, items: Sequence[PutItem | tuple[Any, ...]]) -> Transfer:
@@ -102,7 +136,7 @@ class QueuedTier(Tier):
             jobs.append(Job(key, rows, parent, sum([row.nbytes for row in rows])))
         return self._start(TransferKind.PUT, jobs)
 
-    def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]]) -> Transfer:
+    def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]], *, by_layer: bool = False) -> Transfer:
         jobs = []
         for item in items:
             if not isinstance(item, tuple) or len(item) != 2:
@@ -112,7 +146,7 @@ class QueuedTier(Tier):
                 raise UsageError(f"tier {self.name}: got {key!r}; expected a CopyKey")
             rows = _rows(buffer, writable=True)
             jobs.append(Job(key, rows, None, sum([row.nbytes for row in rows])))
-        return self._start(TransferKind.GET, jobs)
+        return self._start(TransferKind.GET, jobs, by_layer=by_layer)
 
     def poll(self) -> list[Completion]:
         done = []
@@ -158,11 +192,11 @@ class QueuedTier(Tier):
         with self._state:
             self._counts[cause] += amount
 
-    def _start(self, kind: TransferKind, jobs: list[Job]) -> Transfer:
+    def _start(self, kind: TransferKind, jobs: list[Job], *, by_layer: bool = False) -> Transfer:
         with self._state:
             if self._closed:
                 raise UsageError(f"tier {self.name}: submit after close")
-            transfer = Transfer(self, self._next_number, kind, jobs)
+            transfer = Transfer(self, self._next_number, kind, jobs, by_layer=by_layer)
             self._next_number += 1
             refused = self._queued_items + len(jobs) > self._queue_limit_items
             self._open[transfer.id] = transfer
@@ -191,14 +225,15 @@ class QueuedTier(Tier):
             if transfer.kind is TransferKind.PUT:
                 results = self._put_batch(transfer, jobs)
             else:
-                results = self._get_batch(transfer, jobs, transfer._claims or [None] * len(jobs))
+                get = self._get_layers if transfer.by_layer else self._get_batch
+                results = get(transfer, jobs, transfer._claims or [None] * len(jobs))
         except Exception as error:  # counted by cause: a transfer must end, whatever its backend did
             self._count(f"failed_{type(error).__name__}")
             _LOG.exception("kvstore: tier %s failed on a batch", self.name)
             results = [ResultCode.FAILED] * len(jobs)
         self._finish(transfer, results)
 
-    def _guarded(self, hook: Callable[..., ResultCode], *arguments: Any) -> ResultCode:
+    def _guarded(self, hook: Callable[..., T], *arguments: Any) -> T | ResultCode:
         try:
             return hook(*arguments)
         except Exception as error:  # counted by cause: one bad key must not take the batch or the thread along
@@ -208,6 +243,11 @@ class QueuedTier(Tier):
 
     def _finish(self, transfer: Transfer, results: Sequence[ResultCode]) -> None:
         transfer._jobs = []  # the buffers are the caller's again before it can learn of the end
+        if transfer.kind is TransferKind.GET:
+            if results.count(ResultCode.OK) == len(results):
+                transfer.progress.advance({key.group: key.layers[1] for key in transfer.keys})
+            else:
+                transfer.progress.fail()
         claims, transfer._claims = transfer._claims, None
         if claims is not None:
             self._release(claims)

@@ -14,8 +14,8 @@ import numpy as np
 from kvstore.compression import parse_staged, unpack
 from kvstore.copy_key import CopyKey
 from kvstore.frame import FrameFault, FrameSpec, parse_header
-from kvstore.frame_build import build_joined_header, joined_checksum
-from kvstore.frame_layout import MOST_SEGMENTS
+from kvstore.frame_build import build_joined_header, joined_checksum, joined_checksums, stretches
+from kvstore.frame_layout import MOST_SEGMENTS, cut_of
 from kvstore.frame_specs import SpecSource
 from kvstore.frame_stamp import HeaderStamp
 from kvstore.tier import Job
@@ -77,8 +77,9 @@ class Form(NamedTuple):
 class Forms:
     """A tier's SpecSource, asked once a family and size: the specs of a prompt's blocks differ in their key only."""
 
-    def __init__(self, source: SpecSource) -> None:
+    def __init__(self, source: SpecSource, *, is_signed: bool = False) -> None:
         self._source = source
+        self._is_signed = is_signed
         self._known: dict[tuple[object, int], Form] = {}
 
     def of(self, job: Job) -> Form:
@@ -88,16 +89,16 @@ class Forms:
             if len(self._known) >= 4096:
                 self._known.clear()
             spec = self._source(job.key, job.size_bytes)
-            known = self._known[place] = Form(spec, HeaderStamp(spec, job.rows))
+            cut = None if self._is_signed else cut_of(job.key, job.size_bytes)
+            known = self._known[place] = Form(spec, HeaderStamp(spec, cut))
         return known
 
 
 def header_of(job: Job, form: Form, secret: bytes | None) -> bytes:
     """The header of a copy about to be sent; reads its bytes."""
-    checksum = joined_checksum(job.rows)
     if secret is None:
-        return form.stamp.build(job.key.hash, checksum)
-    return build_joined_header(form.spec_of(job.key), job.rows, checksum, secret=secret)
+        return form.stamp.build(job.key.hash, joined_checksums(job.rows, form.stamp.cut.sizes))
+    return build_joined_header(form.spec_of(job.key), job.rows, joined_checksum(job.rows), secret=secret)
 
 
 class FrameSink:
@@ -122,14 +123,14 @@ class FrameSink:
         if header_bytes == self.head_bytes and self._secret is None:
             header = bytearray(header_bytes)
             yield memoryview(header)
-            checksum = self._form.stamp.checksum_in(header, job.key.hash)
-            if checksum is not None:
-                yield from self._pour([(job.size_bytes, checksum)])
+            checksums = self._form.stamp.checksums_in(header, job.key.hash)
+            if checksums is not None:
+                yield from self._pour(list(zip(self._form.stamp.cut.sizes, checksums, strict=True)))
                 return
         else:
             spec = self._form.spec
             layers = spec.key.layers[1] - spec.key.layers[0]
-            if not self.head_bytes <= header_bytes <= spec.header_bytes(min(MOST_SEGMENTS, layers)):
+            if not spec.header_bytes(1) <= header_bytes <= spec.header_bytes(min(MOST_SEGMENTS, layers)):
                 return
             header = bytearray(header_bytes)
             yield memoryview(header)
@@ -164,9 +165,10 @@ class FrameSink:
 
     def _packed_targets(self, length: int, spec: FrameSpec) -> Iterator[memoryview]:
         """A value that is shorter than its payload: packed, or nothing of use."""
-        if length <= self.head_bytes:
+        head_bytes = spec.header_bytes(1)
+        if length <= head_bytes:
             return
-        header = bytearray(self.head_bytes)
+        header = bytearray(head_bytes)
         yield memoryview(header)
         parsed = parse_staged(header, spec, frame_bytes=length, keyed=self._secret is not None)
         if isinstance(parsed, FrameFault):
@@ -175,3 +177,56 @@ class FrameSink:
         stored = np.empty(parsed.stored_bytes, np.uint8)
         yield stored.data
         self.fault = parsed.check(stored, self._secret) or unpack(stored, parsed.stage, self._job.rows)
+
+
+class PartSink:
+    """One layer group of a value into one job's buffers; the first brings the frame's header with it.
+
+    Takes nothing but what our own writers make (see cut_of); everything else is a fault, for a FrameSink to look at.
+    """
+
+    __slots__ = (
+        "_form",
+        "_job",
+        "_number",
+        "checksums",
+        "end_layer",
+        "fault",
+        "head_bytes",
+        "is_last",
+        "range",
+        "size_bytes",
+    )
+
+    def __init__(self, job: Job, form: Form, number: int, checksums: Sequence[bytes]) -> None:
+        """number: which layer group; checksums: of all of them, none for the first, which reads them."""
+        self._job, self._form, self._number = job, form, number
+        self.checksums = checksums
+        sizes, header_bytes = form.stamp.cut.sizes, form.stamp.header_bytes
+        self.head_bytes = 0 if number else header_bytes
+        start = header_bytes + sum(sizes[:number]) if number else 0
+        self.range = (start, header_bytes + sum(sizes[: number + 1]))
+        self.size_bytes = self.range[1] - start
+        self.end_layer = form.stamp.cut.layers[number][1]
+        self.is_last = number + 1 == len(sizes)
+        self.fault: FrameFault | None = FrameFault.LENGTH
+
+    def targets(self, length: int) -> Iterator[memoryview]:
+        self.fault = FrameFault.LENGTH  # this may be the second try
+        if length != self.size_bytes:
+            return
+        if not self._number:
+            header = bytearray(self.head_bytes)
+            yield memoryview(header)
+            found = self._form.stamp.checksums_in(header, self._job.key.hash)
+            if found is None:
+                self.fault = FrameFault.TABLE
+                return
+            self.checksums = found
+        state = Checksum()
+        for row in list(stretches(self._job.rows, self._form.stamp.cut.sizes))[self._number]:
+            for at in range(0, row.nbytes, _CHUNK_BYTES):
+                view = row[at : at + _CHUNK_BYTES].data
+                yield view
+                state.update(view)
+        self.fault = None if state.digest() == self.checksums[self._number] else FrameFault.PAYLOAD_CHECKSUM

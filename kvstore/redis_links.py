@@ -219,6 +219,21 @@ class Links:
     def is_plain(self) -> bool:
         return self.options.plain
 
+    @property
+    def is_down(self) -> bool:
+        """The server, or the cluster's topology, could not be reached when it was last tried."""
+        return any(one.is_open for one in self._breakers())
+
+    @property
+    def is_resting(self) -> bool:
+        """No server may be tried now."""
+        return any(one.is_resting for one in self._breakers())
+
+    def _breakers(self) -> list[CircuitBreaker]:
+        """Those of which each, alone, shuts everybody out."""
+        nodes = list(self._nodes.values())
+        return [self._front, *[one.breaker for one in nodes if len(nodes) == 1]]
+
     def node_for(self, key: bytes) -> Node:
         """The server that has this key. NodeDownError when the topology cannot be learned."""
         if self.address.topology is not Topology.CLUSTER:

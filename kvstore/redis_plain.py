@@ -49,6 +49,16 @@ class PlainWire:
             replies.append(_pour(reply, sink) if isinstance(reply, bytes) else reply)
         return replies
 
+    def get_parts(self, items: Sequence[tuple[bytes, tuple[int, int], Sink]], ttl_ms: int, asking: bool) -> list[Reply]:
+        replies: list[Reply] = []
+        for key, (start, stop), sink in items:
+            commands = [[b"GETRANGE", key, b"%d" % start, b"%d" % (stop - 1)]]
+            if ttl_ms:
+                commands.append([b"PEXPIRE", key, b"%d" % ttl_ms])
+            reply = self.call(commands, asking)[0]
+            replies.append(_pour(reply, sink) if isinstance(reply, bytes) else reply)
+        return replies
+
     def call(self, commands: Sequence[Sequence[bytes]], asking: bool = False) -> list[Reply]:
         before = [[b"ASKING"]] if asking else []
         try:

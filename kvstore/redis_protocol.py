@@ -65,6 +65,9 @@ class Wire(Protocol):
     def get(self, items: Sequence[tuple[bytes, Sink]], ttl_ms: int, getex: bool, asking: bool) -> list[Reply]:
         """Values into sinks, their time to live set anew; the reply is the value's length, None where there is none."""
 
+    def get_parts(self, items: Sequence[tuple[bytes, tuple[int, int], Sink]], ttl_ms: int, asking: bool) -> list[Reply]:
+        """Bytes [start, stop) of values into sinks; the reply is how many there are. ttl_ms 0: leave times to live."""
+
     def call(self, commands: Sequence[Sequence[bytes]], asking: bool = False) -> list[Reply]:
         """Small commands with small replies."""
 

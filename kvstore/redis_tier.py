@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from allocator.errors import ConfigError, TierError
@@ -27,10 +28,12 @@ from kvstore.executor import Executor
 from kvstore.frame import FrameFault
 from kvstore.frame_layout import SECRET_BYTES
 from kvstore.frame_specs import SpecSource, plain_specs
+from kvstore.layer_progress import LayerRounds
 from kvstore.queued_tier import QueuedTier
 from kvstore.redis_dispatch import INTERRUPTED, Lost, Order, dispatch
 from kvstore.redis_epoch import SharedEpoch
-from kvstore.redis_frames import Forms, FrameSink, KeyNames, header_of
+from kvstore.redis_frames import Forms, FrameSink, KeyNames, PartSink, header_of
+from kvstore.redis_layers import ask_parts, get_by_layers
 from kvstore.redis_ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_links import LinkOptions, Links, Node
 from kvstore.redis_protocol import ErrorReply, PutOrder, Reply, Wire
@@ -84,8 +87,9 @@ class RedisTier(QueuedTier):
         self._options = options
         self._value_limit_bytes = min(options.value_limit_bytes, _SERVER_LIMIT_BYTES - 1)
         self._secret = secret
+        self.delivers_layers = secret is None  # nothing signed is good before its end
         self._packer = Packer(options.zstd_level, secret) if options.zstd_level else None
-        self._form_of = Forms(spec_of).of
+        self._form_of = Forms(spec_of, is_signed=secret is not None).of
         self._ttl_ms = max(1, int(ttl_seconds * 1000))
         self._names = KeyNames(self.address.namespace)
         self.links = Links(self.address, options.links)
@@ -116,6 +120,14 @@ class RedisTier(QueuedTier):
 
     def pending_count(self, keys: Sequence[CopyKey]) -> int:
         return sum(one is Presence.PENDING for one in self._ledger.presence(keys))
+
+    @property
+    def is_down(self) -> bool:
+        return self.links.is_down
+
+    @property
+    def is_resting(self) -> bool:
+        return self.links.is_resting
 
     def delete(self, keys: Sequence[CopyKey]) -> int:
         """The number counts copies believed in; the server is told by the executor."""
@@ -236,7 +248,17 @@ class RedisTier(QueuedTier):
             self._unlink(bad)
         return results
 
-    def _read_result(self, order: Order, sink: FrameSink | None) -> ResultCode:
+    def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
+        orders = [Order(self._names.of(job.key), job.size_bytes, job) for job in jobs]
+        forms = [self._form_of(job) if job.size_bytes else None for job in jobs]
+        whole = partial(self._get_batch, transfer, claims=())
+        rounds = LayerRounds(transfer.progress, jobs, self._waker)
+        ask = partial(ask_parts, self.links, transfer, ttl_ms=self._ttl_ms)
+        results = get_by_layers(rounds, orders, forms, ask, whole, self._read_result)
+        self._unlink([job.key for job, code in zip(jobs, results, strict=True) if code is ResultCode.CORRUPT])
+        return results
+
+    def _read_result(self, order: Order, sink: FrameSink | PartSink | None) -> ResultCode:
         reply, key = order.reply, order.item.key
         if reply is None or not order.size_bytes:
             self._ledger.missed(key)

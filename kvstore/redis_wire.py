@@ -123,7 +123,6 @@ class DirectWire:
         return [self._answer(asking) for _ in range(count)]
 
     def get(self, items: Sequence[tuple[bytes, Sink]], ttl_ms: int, getex: bool, asking: bool) -> list[Reply]:
-        self._begin(sum([sink.size_bytes for _, sink in items]))
         ttl = b"%d" % ttl_ms
         before = ASKING if asking else b""
         if getex:
@@ -131,19 +130,34 @@ class DirectWire:
             sent = [b"%b%b%b" % (head, bulk(key), end) for key, _ in items]
         else:
             sent = [before + encode([b"GET", key]) + before + encode([b"PEXPIRE", key, ttl]) for key, _ in items]
+        return self._values(sent, [sink for _, sink in items], asking, 0 if getex else 1)
+
+    def get_parts(self, items: Sequence[tuple[bytes, tuple[int, int], Sink]], ttl_ms: int, asking: bool) -> list[Reply]:
+        before = ASKING if asking else b""
+        sent = [before + encode([b"GETRANGE", key, b"%d" % at, b"%d" % (stop - 1)]) for key, (at, stop), _ in items]
+        if ttl_ms:
+            sent = [
+                one + before + encode([b"PEXPIRE", key, b"%d" % ttl_ms])
+                for one, (key, _, _) in zip(sent, items, strict=True)
+            ]
+        return self._values(sent, [sink for _, _, sink in items], asking, 1 if ttl_ms else 0)
+
+    def _values(self, sent: Sequence[bytes], sinks: Sequence[Sink], asking: bool, extra_replies: int) -> list[Reply]:
+        """Send the commands, a few ahead, and take the value that each brings; `extra_replies` after it say nothing."""
+        self._begin(sum([sink.size_bytes for sink in sinks]))
         replies: list[Reply] = []
         asked = under_way_bytes = 0
-        for place, (_, sink) in enumerate(items):
+        for place, sink in enumerate(sinks):
             if under_way_bytes <= _AHEAD_BYTES // 2:
                 start = asked
-                while asked < len(items) and (asked == place or under_way_bytes < _AHEAD_BYTES):
-                    under_way_bytes += items[asked][1].size_bytes
+                while asked < len(sinks) and (asked == place or under_way_bytes < _AHEAD_BYTES):
+                    under_way_bytes += sinks[asked].size_bytes
                     asked += 1
                 if asked > start:
                     self._send([b"".join(sent[start:asked])])
             self._skip_asking(asking)
             replies.append(self._value(sink))
-            if not getex:
+            for _ in range(extra_replies):
                 self._answer(asking)
             under_way_bytes -= sink.size_bytes
         return replies

@@ -82,10 +82,16 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """done: nothing is in flight any more. ready_tokens: where computing starts once done."""
+    """done: nothing is in flight any more. ready_tokens: where computing starts once done.
+
+    expected_tokens: where it will start if all arrives. layers_ready: so many layers of the model, from the first on,
+    are there for all of them; 0 while none is, when a copy has failed, and unless copies come by layers.
+    """
 
     done: bool
     ready_tokens: int
+    layers_ready: int = 0
+    expected_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +142,8 @@ class Sequence:
     state: SequenceState = SequenceState.RUNNING
     reused_tokens: int = 0
     pending: list[PendingCopy] = field(default_factory=list)
+    loading_tokens: int = 0  # what is there if all that is pending arrives; written ones beyond are computed meanwhile
+    by_layer: bool = False  # while loading: its copies come by layers, so it may compute behind them
     private_from: int | None = None  # first token position whose blocks must not be named
     noted_blocks: int = 0  # leading blocks whose use the policy of slower tiers has been told of
     held_tails: dict[int, int] = field(default_factory=dict)  # group -> partly filled sealed block kept from cooling

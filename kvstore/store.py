@@ -14,17 +14,19 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from allocator import DuplicateSequence, KVGeometry, UnknownSequence, UsageError
+from allocator import DuplicateSequence, KVGeometry
 from kvstore.arguments import check_hashes, check_spare_blocks, check_store_arguments, duration, text_id, whole
 from kvstore.assembly import assemble
 from kvstore.closing import DRAIN_SECONDS, close_parts
 from kvstore.config import KVStoreConfig
 from kvstore.epochs import Epochs
+from kvstore.layer_progress import wait_all
+from kvstore.live_sequences import LiveSequences
 from kvstore.operations import state_kernel_paths
 from kvstore.prompts import Prompts
 from kvstore.questions import Questions
 from kvstore.relocation import Relocation, is_promotion
-from kvstore.sequence import RUNNING, Admission, FetchState, Hit, Lease, Sequence, SequenceState
+from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
 from kvstore.store_checks import check_store
 from kvstore.upkeep import StepReport
 from kvstore.usage import StoreUsage, measure, state_gauges
@@ -50,6 +52,8 @@ class KVStore:
     clock: monotonic seconds.
     placeholder_ids: token ids that stand for media; a prompt that has one without its media is refused.
 
+    fetch_by_layer: an engine that computes while it loads sets it. Then disk and remote bring first layers first.
+
     Raises ConfigError when a group's shape does not fit the codec or the slab cannot hold one block per group.
     """
 
@@ -73,8 +77,7 @@ class KVStore:
         self._clock = clock
         self._lock = threading.RLock()
         self._arrived = threading.Event()
-        self._sequences: dict[str, Sequence] = {}
-        self._closed = False
+        self._sequences = LiveSequences()
         parts = assemble(geometry, self.config, device, tiers, self._sequences, identity.epoch, self._arrived.set)
         self.pool = parts.pool
         self.metrics = parts.metrics
@@ -83,6 +86,7 @@ class KVStore:
         self._admitter, self._growth, self._upkeep = parts.admitter, parts.growth, parts.upkeep
         self._relocation = Relocation(parts, self._sequences, self._release)
         self.events = parts.announcer.events
+        self.fetch_by_layer = False
         self._questions = Questions(parts.admitter, self.config.fetch_deadline_seconds)
         self._epochs = Epochs(parts, self._prompts, self._sequences, self._lock)
         self.metrics.before_reading = self._state_gauges
@@ -91,7 +95,7 @@ class KVStore:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._sequences.closed
 
     @property
     def slab(self) -> Slab | None:
@@ -111,22 +115,22 @@ class KVStore:
 
     def committed_tokens(self, sequence_id: str) -> int:
         with self._lock:
-            return self._sequence(sequence_id).committed
+            return self._sequences.live(sequence_id).committed
 
     def written_tokens(self, sequence_id: str) -> int:
         with self._lock:
-            return self._sequence(sequence_id).written
+            return self._sequences.live(sequence_id).written
 
     def is_exact(self, sequence_id: str) -> bool:
         """True while everything committed was computed from full precision only."""
         with self._lock:
-            sequence = self._sequence(sequence_id)
+            sequence = self._sequences.live(sequence_id)
             return sequence.is_exact_up_to(sequence.committed)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
         with self._lock:
-            self._parts.costs.observe_prefill(tokens, seconds)
+            self._parts.observe_prefill(tokens, seconds)
 
     # -- lookup and pin -----------------------------------------------------------------------------------------
 
@@ -159,7 +163,7 @@ class KVStore:
         check_hashes(hashes, token_count, self.geometry.block_tokens)
         is_fresh = self._epochs.keep_up()
         with self._lock:
-            self._check_open()
+            self._sequences.check_open()
             usable = self._admitter.usable_hashes(hashes, token_count, None)
             return self._questions.hit(root, usable, exact, is_fresh, self._clock())
 
@@ -175,12 +179,12 @@ class KVStore:
         """Hold the device-resident part of a prefix for `ttl_seconds`, whatever happens around it.
 
         Admit with `lease=` to use it. An ended lease is no error there: it is a miss, or less of a hit. None: for
-        `config.lease_seconds`, which is also the longest that may be asked for.
+        `config.lease_seconds`, the longest there is. CapacityError when pins would hold over half of the device.
         """
         seconds = self._parts.leases.checked_seconds(ttl_seconds)
         chain = self._prompts.chain(token_ids, media, identity)
         with self._lock:
-            self._check_open()
+            self._sequences.check_open()
             blocks, tokens = self._admitter.on_device(chain, exact)
             return self._parts.leases.grant(blocks, tokens, self._clock() + seconds)
 
@@ -193,14 +197,14 @@ class KVStore:
         """Read a prefix's next blocks up from lower tiers and keep them as hits; tokens on their way (see `step`)."""
         chain = self._prompts.chain(token_ids, (), None)
         with self._lock:
-            self._check_open()
+            self._sequences.check_open()
             return self._relocation.promote(chain, exact, self._clock())
 
     def demote(self, token_ids: Items[int] | HashChain) -> int:
         """Copy a prefix's idle blocks down and drop them here once the copy is made; how many blocks."""
         chain = self._prompts.chain(token_ids, (), None)
         with self._lock:
-            self._check_open()
+            self._sequences.check_open()
             return self._relocation.demote(chain)
 
     # -- admit --------------------------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ class KVStore:
         private_from = None if private_from is None else whole("private_from", private_from, 0)
         check_spare_blocks(spare_blocks, len(self.geometry.groups))
         with self._lock:
-            self._check_open()
+            self._sequences.check_open()
             if not self._prompts.is_current(chain):  # reset since the line above
                 chain = self._prompts.chain(token_ids, media, identity)
             if sequence_id in self._sequences:
@@ -255,7 +259,8 @@ class KVStore:
             self._admitter.note_choice(plan)
             self._parts.leases.take_over(lease)
             if sequence.pending:
-                self._admitter.start_fetch(sequence, plan, self._parts.arrivals.fetched, self._clock())
+                on_done, by_layer = self._parts.arrivals.fetched, self.fetch_by_layer
+                self._admitter.start_fetch(sequence, plan, on_done, self._clock(), by_layer=by_layer)
             else:
                 self._parts.arrivals.ready(sequence, plan.blocks, {})
             return self._admitter.admission(sequence, plan)
@@ -263,9 +268,23 @@ class KVStore:
     def fetch(self, sequence_id: str) -> FetchState:
         """Whether the copies that `admit` asked for have arrived. Never waits: call `step` between two calls."""
         with self._lock:
-            sequence = self._sequence(sequence_id)
-            done = sequence.state is SequenceState.RUNNING
-            return FetchState(done, sequence.committed if done else 0)
+            sequence, fetcher = self._sequences.live(sequence_id), self._upkeep.mover.fetcher
+            if sequence.state is SequenceState.RUNNING:
+                return FetchState(True, sequence.committed, fetcher.layer_end, sequence.committed)
+            ready = fetcher.layers_ready(sequence) if sequence.by_layer else 0
+            return FetchState(False, 0, ready, sequence.loading_tokens)
+
+    def wait_layer(self, sequence_id: str, layer: int, timeout_seconds: float) -> bool:
+        """Block until the KV of a model's layer is there for all that the sequence loads; on any thread, lock not held.
+
+        For attention of a sequence that still loads. False: not in this time, or never; what was computed from earlier
+        layers is void then. True is not the last word: commit only once `fetch` is done and all that it expected ready.
+        """
+        group, place = self.geometry.group_of_layer(layer)
+        with self._lock:
+            sequence = self._sequences.live(sequence_id)
+            waits = self._upkeep.mover.fetcher.progress(sequence, group)
+        return waits is not None and wait_all(waits, group, place + 1, timeout_seconds)
 
     def check_fits(self, token_count: int) -> None:
         """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
@@ -282,7 +301,7 @@ class KVStore:
         if type(token_count) is not int or token_count <= 0:
             token_count = whole(f"token_count of grow for sequence {sequence_id!r}", token_count)
         with self._lock:
-            self._growth.grow(self._running(sequence_id), token_count)
+            self._growth.grow(self._sequences.computing(sequence_id), token_count)
 
     def commit(self, sequence_id: str, token_ids: Items[int]) -> None:
         """The next written tokens are final: their KV was computed from `token_ids`. Seals full blocks.
@@ -290,12 +309,12 @@ class KVStore:
         Raises UsageError when more is committed than was written by `grow`.
         """
         with self._lock:
-            self._growth.commit(self._running(sequence_id), token_ids)
+            self._growth.commit(self._sequences.running(sequence_id), token_ids)
 
     def commit_prompt(self, sequence_id: str, token_count: int) -> None:
         """`commit` of the next `token_count` tokens that the sequence was admitted with: nothing is hashed again."""
         with self._lock:
-            self._growth.commit_prompt(self._running(sequence_id), whole("token_count", token_count))
+            self._growth.commit_prompt(self._sequences.running(sequence_id), whole("token_count", token_count))
 
     def rollback(self, sequence_id: str, token_count: int) -> None:
         """Drop the last `token_count` written tokens, uncommitted ones first.
@@ -304,12 +323,12 @@ class KVStore:
         nothing changed, when a sliding group lacks the shorter sequence's blocks, or the cut falls into an INT4 block.
         """
         with self._lock:
-            self._growth.rollback(self._running(sequence_id), whole("token_count", token_count))
+            self._growth.rollback(self._sequences.computing(sequence_id), whole("token_count", token_count))
 
     def prefill_done(self, sequence_id: str) -> None:
         """The prompt is computed: its blocks may cool from now on, save the first and the newest ones."""
         with self._lock:
-            sequence = self._running(sequence_id)
+            sequence = self._sequences.running(sequence_id)
             sequence.prefill_done = True
             self._upkeep.prefill_done(sequence)
 
@@ -318,7 +337,7 @@ class KVStore:
     def tables(self, sequence_id: str) -> tuple[npt.NDArray[np.int64], ...]:
         """Per group, int64 [blocks]: slot << 1 | form, -1 where a block has left the window. Valid until `step`."""
         with self._lock:
-            return tuple(table.entries() for table in self._running(sequence_id).tables)
+            return tuple(table.entries() for table in self._sequences.computing(sequence_id).tables)
 
     def slot_mapping(self, sequence_id: str, group: int, start: int, count: int) -> npt.NDArray[np.int64]:
         """Where to write tokens start..start+count-1: int64 [count], slot * block_tokens + offset.
@@ -327,14 +346,14 @@ class KVStore:
         shared.
         """
         with self._lock:
-            return self._growth.slot_mapping(self._running(sequence_id), group, start, count)
+            return self._growth.slot_mapping(self._sequences.computing(sequence_id), group, start, count)
 
     # -- fork, preempt, finish, abort ---------------------------------------------------------------------------
 
     def fork(self, sequence_id: str, child_id: str) -> None:
         """A second sequence with the same past; blocks are shared and copied only when written to."""
         with self._lock:
-            parent = self._running(sequence_id)
+            parent = self._sequences.running(sequence_id)
             text_id("child_id", child_id)
             if child_id in self._sequences:
                 raise DuplicateSequence(f"sequence {child_id!r} is live already; fork needs a new id")
@@ -343,7 +362,7 @@ class KVStore:
     def preempt(self, sequence_id: str) -> None:
         """Take a sequence off the device. Its sealed blocks are copied down and stay hits; the tail is recomputed."""
         with self._lock:
-            sequence = self._sequence(sequence_id)
+            sequence = self._sequences.live(sequence_id)
             self._upkeep.spill_sequence(sequence)
             self._release(sequence)
             self.metrics.preempted()
@@ -351,14 +370,14 @@ class KVStore:
     def finish(self, sequence_id: str) -> None:
         """End a sequence; what it sealed stays as hits until evicted."""
         with self._lock:
-            self._upkeep.offer_sequence(self._sequence(sequence_id))
-            self._release(self._sequence(sequence_id))
+            self._upkeep.offer_sequence(self._sequences.live(sequence_id))
+            self._release(self._sequences.live(sequence_id))
             self.metrics.forget_request(sequence_id)
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence at any moment, loading included. Blocks in flight are freed when their transfer ends."""
         with self._lock:
-            self._release(self._sequence(sequence_id))
+            self._release(self._sequences.live(sequence_id))
             self.metrics.forget_request(sequence_id)
             self.metrics.aborted()
 
@@ -372,7 +391,7 @@ class KVStore:
         """Bring back finished transfers, then start a bounded amount of cooling and spilling. Never waits."""
         self._epochs.keep_up()
         with self._lock:
-            self._check_open()
+            self._sequences.check_open()
             now = self._clock() if now is None else now
             self._arrived.clear()
             self._parts.leases.expire(now)
@@ -384,7 +403,7 @@ class KVStore:
         """Block until a transfer or a lookup has ended or the time is up; for idle loops. Then call `step`."""
         with self._lock:
             waits = self._upkeep.mover.is_moving or self._questions.any_open(self._clock())
-            if self._closed or not waits:
+            if self._sequences.closed or not waits:
                 return False
         return self._arrived.wait(timeout_seconds)
 
@@ -403,7 +422,7 @@ class KVStore:
         Waits for the tiers, and for other processes that share one to notice. Live sequences go on, and name nothing.
         Raises TierError when a tier cannot be reached; the epoch is raised all the same, so that even its copies miss.
         """
-        self._check_open()
+        self._sequences.check_open()
         self._epochs.reset()
 
     def check_invariants(self) -> None:
@@ -418,9 +437,9 @@ class KVStore:
         """
         seconds = duration("drain_seconds", drain_seconds)
         with self._lock:
-            if self._closed:
+            if self._sequences.closed:
                 return
-            self._closed = True
+            self._sequences.closed = True
             self._sequences.clear()
         close_parts(self._parts, self._lock, self._arrived, seconds, self._clock())
 
@@ -429,22 +448,3 @@ class KVStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _sequence(self, sequence_id: str) -> Sequence:
-        self._check_open()
-        if (sequence := self._sequences.get(sequence_id)) is None:
-            raise UnknownSequence(f"no live sequence {sequence_id!r}: never admitted, or finished, aborted, preempted")
-        return sequence
-
-    def _running(self, sequence_id: str) -> Sequence:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is not None and sequence.state is RUNNING:
-            return sequence
-        sequence = self._sequence(sequence_id)
-        if sequence.state is SequenceState.LOADING:
-            raise UsageError(f"sequence {sequence_id!r} is still loading: call step until fetch says done")
-        return sequence
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("this store is closed")

@@ -11,6 +11,9 @@ checks them):
   is not OK and then the buffer's contents mean nothing. Bad bytes are a code, never an exception.
 - used_bytes never exceeds capacity_bytes, at any moment.
 - cancel() ends a transfer early: keys not yet done are CANCELLED; the one Completion still comes.
+- A get by layers delivers the first layers of all its copies, then the next, where copies are stored so that they can
+  be checked in parts; Transfer.progress says how far it is, and reaches no byte that was not checked. What it has
+  reached may be read before the Completion, and counts for nothing unless that says OK.
 
 Calls come from the thread that holds the store's lock, or from one thread, save clear and the calls about epochs, which
 may come beside them; results are made on the executor. A tier's own lock guards its index only and is never held while
@@ -31,6 +34,7 @@ import numpy.typing as npt
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey as CopyKey
+from kvstore.layer_progress import LayerProgress
 
 Buffer: TypeAlias = Any
 """Anything contiguous with the buffer protocol: bytes, memoryview, numpy array, mmap."""
@@ -91,10 +95,25 @@ class Stage(StrEnum):
 class Transfer:
     """A batch under way. Made by a tier; the caller may look at it and cancel it."""
 
-    __slots__ = ("_claims", "_jobs", "_tier", "cancelled", "id", "keys", "kind", "stage", "tier_name", "total_bytes")
+    __slots__ = (
+        "_claims",
+        "_jobs",
+        "_tier",
+        "by_layer",
+        "cancelled",
+        "id",
+        "keys",
+        "kind",
+        "progress",
+        "stage",
+        "tier_name",
+        "total_bytes",
+    )
 
-    def __init__(self, tier: Tier, number: int, kind: TransferKind, jobs: list[Job]) -> None:
+    def __init__(self, tier: Tier, number: int, kind: TransferKind, jobs: list[Job], *, by_layer: bool = False) -> None:
         self._tier = tier
+        self.by_layer = by_layer
+        self.progress = LayerProgress()
         self._jobs = jobs
         self._claims: Sequence[Any] | None = None
         self.id = number
@@ -151,6 +170,9 @@ class Tier(ABC):
     private_memory = False
     """Copies lie in this process's memory: they cost a memcpy, and go with the process."""
 
+    delivers_layers = False
+    """A get by layers brings one group of layers after the other, and not all with the last byte."""
+
     put_batch_copies = 16
     """A put of fewer copies costs more a copy: with another under way it is better to wait for that many."""
 
@@ -171,8 +193,11 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]]) -> Transfer:
-        """Read copies: (key, writable buffer). UsageError for a bad argument; then nothing was queued."""
+    def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]], *, by_layer: bool = False) -> Transfer:
+        """Read copies: (key, writable buffer). UsageError for a bad argument; then nothing was queued.
+
+        by_layer: deliver in the order of layers, see above.
+        """
 
     @abstractmethod
     def poll(self) -> list[Completion]:
@@ -214,6 +239,16 @@ class Tier(ABC):
 
     def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:  # noqa: B027 - most have no place for it
         """Words for operators (model, tenant, ...) to be kept beside the copies of this root. No secrets."""
+
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing could be had from it when it was last tried."""
+        return False
+
+    @property
+    def is_resting(self) -> bool:
+        """Down, and not even tried now: what it is believed to hold cannot be had."""
+        return False
 
     @property
     def orphan_count(self) -> int:
@@ -261,6 +296,9 @@ class Tier(ABC):
     @abstractmethod
     def set_waker(self, waker: Callable[[], None] | None) -> None:
         """A call made, on any thread, whenever a Completion has been queued."""
+
+    def note_prefill_speed(self, tokens_per_second: float) -> None:  # noqa: B027 - most have no use for it
+        """How fast the engine computes what it does not find here. Never waits."""
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by cause."""

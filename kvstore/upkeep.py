@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.device_blocks import BlockBytes
     from kvstore.mover import Mover
     from kvstore.residency import Residency
+    from kvstore.reuse_notes import ReuseNotes
     from kvstore.sequence import PendingCopy, Sequence
     from kvstore.tier import Fading, Tier
     from kvstore.write_behind import WriteBehind
@@ -64,6 +65,7 @@ class Upkeep:
     tiers: tuple[Tier, ...]
     config: KVStoreConfig
     sequences: Mapping[str, Sequence]
+    reuse: ReuseNotes
     cools: bool = False
     slower: tuple[Tier, ...] = ()  # those that are not the store's own memory: written behind, by policy
     _names: dict[int, _Name] = field(default_factory=dict)  # root and parent hash by block id, for copies below
@@ -223,6 +225,7 @@ class Upkeep:
 
     def step(self, now: float) -> StepReport:
         before = self.drain(now)
+        self.reuse.tell()
         self.mover.fetcher.expire(now, self.config.fetch_deadline_seconds)
         moved = self._compact()
         self.mover.start_cool(self.config.cool_blocks_per_step)

@@ -11,7 +11,8 @@ import time
 class CuttingProxy:
     """Forwards both ways. `arm(n)`: of what the server sends from now on, n bytes pass, then the connection is cut, or
     (`stall`) nothing more comes until the client goes away, or (`drip_seconds`) the rest of what was sent at once comes
-    a byte each so many seconds. Disarmed by it, so the next connection works.
+    a byte each so many seconds, or (`until`) nothing more comes until that event, and then all the rest. Disarmed by
+    it, so the next connection works.
     """
 
     def __init__(self, target_port: int) -> None:
@@ -22,14 +23,24 @@ class CuttingProxy:
         self._left: int | None = None
         self._stalls = False
         self._drip_seconds = 0.0
+        self._until: threading.Event | None = None
         self._again: list[int] = []
         self.cut_count = 0
         self.forwarded_bytes = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def arm(self, byte_count: int, *, stall: bool = False, drip_seconds: float = 0.0, times: int = 1) -> None:
+    def arm(
+        self,
+        byte_count: int,
+        *,
+        stall: bool = False,
+        drip_seconds: float = 0.0,
+        times: int = 1,
+        until: threading.Event | None = None,
+    ) -> None:
         """times: how many connections in turn are cut after as many bytes (of their handshake, too)."""
         with self._lock:
+            self._until = until
             self._left, self._stalls, self._again = byte_count, stall, [byte_count] * (times - 1)
             self._drip_seconds = drip_seconds
 
@@ -70,7 +81,12 @@ class CuttingProxy:
                     self.cut_count += ends
                     self.forwarded_bytes += len(passes) if is_reply else 0
                     drip_seconds = self._drip_seconds if ends else 0.0
+                    until = self._until if ends else None
                 sink.sendall(passes)
+                if until is not None:
+                    until.wait(30)
+                    sink.sendall(part[len(passes) :])
+                    continue
                 if drip_seconds:
                     for place in range(len(passes), len(part)):
                         time.sleep(drip_seconds)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
 from benchmarks.suites import daemon_load
+from benchmarks.suites.daemon_flood import flood_rows
 from kvstore.daemon import DaemonTier
 from kvstore.host_tier import HostTier
 from kvstore.identity import HashChain
@@ -95,6 +96,8 @@ def rows(options: Options) -> Iterator[Row]:
         yield from _lookup_rows(options, served, tier)
         yield _rate_row(options, served)
         yield from _prompt_rows(options, tier)
+        small = [key_of(number, codec="small") for number in range(daemon_load.HASHES)]
+        yield from flood_rows(options, served.path, tier, small)
         tier.close()
     from benchmarks.suites import daemon_lmcache
 

@@ -48,7 +48,7 @@ def rows(options: Options) -> Iterator[Row]:
             yield from _restore_rows(options, Path(with_directory), name, block_tokens)
     finally:
         shutil.rmtree(with_directory, ignore_errors=True)
-    for beside in ("tiers_redis", "tiers_step"):
+    for beside in ("tiers_redis", "tiers_step", "tiers_layers"):
         if importlib.util.find_spec(f"benchmarks.suites.{beside}") is not None:
             yield from importlib.import_module(f"benchmarks.suites.{beside}").rows(options)
 

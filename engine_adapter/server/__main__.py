@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from allocator.errors import KVError
+from kvstore.http_access import is_loopback, token_of
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,7 +40,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not 0 < given.request_seconds < float("inf"):
         parser.error(f"--request-seconds: got {given.request_seconds}, expected a number above 0")
     given.token = _token(parser, given.token_file)
-    if given.token is None and not _is_loopback(given.host):
+    if given.token is None and not is_loopback(given.host):
         parser.error(f"--host: {given.host} is not this machine alone; give --token-file with it")
     return given
 
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: its threads sleep while they wait
     try:
-        from engine_adapter.server.listen import serve
+        from kvstore.http_listen import serve
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
@@ -71,18 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _token(parser: argparse.ArgumentParser, path: Path | None) -> str | None:
     if path is None:
         return None
-    with suppress(OSError, UnicodeDecodeError):
-        token = path.read_text(encoding="ascii").strip()
-        if 16 <= len(token) <= 512 and token.isprintable() and " " not in token:
-            return token
+    if (token := token_of(path)) is not None:
+        return token
     parser.error(f"--token-file: {path} holds no token; expected 16 to 512 characters without blanks")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

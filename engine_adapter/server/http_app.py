@@ -1,4 +1,4 @@
-"""The routes, as a starlette application. The one file that imports starlette.
+"""The routes, as a starlette application. The one file here that imports starlette.
 
 Errors have OpenAI's form. Every answer streams from the same generator; what is not streamed is collected first.
 """
@@ -6,7 +6,6 @@ Errors have OpenAI's form. Every answer streams from the same generator; what is
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from starlette.routing import Route
 from allocator.errors import CapacityError, KVError, UsageError
 from engine_adapter.server.answers import Answer, AnswerFailed, ClientGone, EventQueue, Piece
 from engine_adapter.server.messages import BadRequest, Limits, Wanted, parse_body, wanted
+from kvstore.http_access import has_token
 
 if TYPE_CHECKING:
     from engine_adapter.decode_loop import DecodeLoop
@@ -139,8 +139,7 @@ class _Routes:
         token = self._served.token
         if token is None:
             return None
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if has_token(request.headers.get("authorization", ""), token):
             return None
         return _error(401, "expected the server's token as 'Authorization: Bearer ...'", kind="authentication_error")
 

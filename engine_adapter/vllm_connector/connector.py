@@ -46,18 +46,18 @@ _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-class StepOrders(KVConnectorMetadata):
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """Orders of one step, as vLLM carries them to the worker."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
 
 
-class ConnectorStats(KVConnectorStats):
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
     """Counts since the last report, by name."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, count in other.data.items():
@@ -234,11 +234,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         now = self._shelf.counters()
         fresh = {name: count - self._reported.get(name, 0) for name, count in now.items()}
         self._reported = now
-        return ConnectorStats(data={name: count for name, count in fresh.items() if count})
+        return ConnectorStats({name: count for name, count in fresh.items() if count})
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return ConnectorStats(data=dict(data or {}))
+    def build_kv_connector_stats(cls, counts: dict[str, Any] | None = None, **named: Any) -> KVConnectorStats | None:
+        """vLLM gives the counts by place, its MultiConnector by name."""
+        return ConnectorStats(dict(counts or named.get("data") or {}))
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.SCHEDULER:

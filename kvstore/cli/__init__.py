@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvstore.cli.record import record
     from kvstore.cli.serve import serve
     from kvstore.cli.simulate import simulate
+    from kvstore.cli.stats import stats
+    from kvstore.cli.top import top
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     app = typer.Typer(
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "record": record,
         "serve": serve,
         "simulate": simulate,
+        "stats": stats,
+        "top": top,
     }
     for name, command in own.items():
         app.command(name)(command)

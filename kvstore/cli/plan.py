@@ -14,6 +14,7 @@ import typer
 
 from allocator import ConfigError
 from kvstore.cli import json_target
+from kvstore.cli.simulate import progress_bar
 from kvstore.config import size_bytes
 from kvstore.planning.builtin_shapes import find_shape
 from kvstore.planning.capacity import Demand
@@ -21,6 +22,8 @@ from kvstore.planning.cards import CARDS, Card, find_card
 from kvstore.planning.plan_page import TABLES, bytes_text, plan_page
 from kvstore.planning.record_sizes import CODECS
 from kvstore.planning.report import Cards, Document, TierSize, plan_document
+from kvstore.planning.traffic import Traffic
+from kvstore.simulation import read
 
 _WIDTH = 140
 
@@ -42,6 +45,10 @@ def plan(  # noqa: PLR0913 - the signature is the command line
     tier: Annotated[
         list[str] | None, typer.Option(help="host=64GiB@20GB: a tier below, its size, bytes a second. Repeatable.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Requests to replay on that machine, as simulate does.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Of eviction, for --trace.")] = "default",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with charts.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the plan; - is standard output.")
@@ -68,7 +75,12 @@ def plan(  # noqa: PLR0913 - the signature is the command line
             _count("gpus", gpus, most=1 << 16)
         weights = 2 * shape.parameters if weights_bytes is None else size_bytes("weights-bytes", weights_bytes)
         tiers = [_tier(text) for text in tier or ()]
-        document = plan_document(shape, demand, _codecs(codec), cards, weights, tiers)
+        codecs = _codecs(codec)
+        replayed = None if trace is None else read(trace)
+        settings_count = len(codecs) * (1 + len(tiers))
+        with progress_bar(settings_count * len(replayed or ())) as progress:
+            traffic = None if replayed is None else Traffic(replayed, policy, progress)
+            document = plan_document(shape, demand, codecs, cards, weights, tiers, traffic)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     if json_file is not None:

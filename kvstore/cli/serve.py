@@ -8,6 +8,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +24,7 @@ _LONGEST_HOLD_SECONDS = 0.0001  # of Python's lock: a request must not wait for 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
 
-def serve(
+def serve(  # noqa: PLR0913 - the options of a command
     config: Annotated[
         Path | None, typer.Option(help="TOML with the tables [kvstore] and [daemon].", dir_okay=False)
     ] = None,
@@ -33,6 +35,10 @@ def serve(
     redis_url: Annotated[str | None, typer.Option(metavar="URL", help="Redis or Valkey, shared by hosts.")] = None,
     allowed_uids: Annotated[
         str | None, typer.Option(metavar="UIDS", help="Users that may connect besides this one: '1000, 1001'.")
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="PORT|HOST:PORT", help="Serve page, metrics, admin calls; a port: loopback."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Validate the settings, start nothing.")] = False,
     json_file: Annotated[
@@ -53,6 +59,7 @@ def serve(
         "disk_bytes": disk_bytes,
         "redis_url": redis_url,
         "allowed_uids": allowed_uids,
+        "http": http,
     }
     try:
         settings = service.DaemonSettings.load(config, flags=flags)
@@ -85,30 +92,42 @@ def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str,
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGHUP, lambda *_: reload.set())
-    try:
-        daemon = service.Daemon(settings)
-        daemon.start()
-    except KVError as error:
-        print(f"kvstore serve: {error}", file=sys.stderr)
-        return 1
-    print(f"kvstore serve: ready on {settings.socket_path}", flush=True)
-    _notify("READY=1")
-    while not stop.wait(0.2):
-        if reload.is_set():
-            reload.clear()
-            _reload(daemon, config, flags)
-    _notify("STOPPING=1")
-    drained = daemon.stop()
+    with ExitStack() as running:
+        try:
+            daemon = service.Daemon(settings)
+            running.callback(daemon.stop)
+            daemon.start()
+            url = _serve_http(daemon, lambda: _reload(daemon, config, flags), running) if settings.http else ""
+        except KVError as error:
+            print(f"kvstore serve: {error}", file=sys.stderr)
+            return 1
+        print(f"kvstore serve: ready on {settings.socket_path}{url and f', {url}'}", flush=True)
+        _notify("READY=1")
+        while not stop.wait(0.2):
+            if reload.is_set():
+                reload.clear()
+                try:
+                    _reload(daemon, config, flags)
+                except ConfigError as error:
+                    print(f"kvstore serve: settings not read again: {error}", file=sys.stderr)
+        _notify("STOPPING=1")
+        drained = daemon.stop()
     if not drained:
         print("kvstore serve: stopped before all copies were written down", file=sys.stderr)
     return 0 if drained else 1
 
 
 def _reload(daemon: service.Daemon, config: Path | None, flags: dict[str, Any]) -> None:
-    try:
-        daemon.admin.reload(service.DaemonSettings.load(config, flags=flags).tenant_quotas)
-    except ConfigError as error:
-        print(f"kvstore serve: settings not read again: {error}", file=sys.stderr)
+    daemon.admin.reload(service.DaemonSettings.load(config, flags=flags).tenant_quotas)
+
+
+def _serve_http(daemon: service.Daemon, reload: Callable[[], None], running: ExitStack) -> str:
+    """Where the page is. It goes on while the daemon drains, so that people see that."""
+    from kvstore.daemon.http_server import HttpServer
+
+    server = HttpServer(daemon, reload)
+    running.callback(server.close)
+    return server.url
 
 
 def _notify(message: str) -> None:

@@ -44,6 +44,7 @@ _Codec = Annotated[str, typer.Option(help="raw, int4: an int4 device holds more 
 _Hosts = Annotated[str, typer.Option(help="How many, up to 1,000; each has the capacity.")]
 _Routing = Annotated[str, typer.Option(help="random, session, prefix.")]
 _Tiers = Annotated[str | None, typer.Option(help="Room below: host=BLOCKS,remote=BLOCKS; host is each host's.")]
+_Price = Annotated[str, typer.Option(help="uniform, or cost: what losing a block costs weighs its hits.")]
 _BytesPerToken = Annotated[int, typer.Option(help="Of raw KV, all layers.")]
 _PrefillRate = Annotated[float, typer.Option(help="Tokens a second of a short prompt's prefill.")]
 _GpuDollarsPerHour = Annotated[float, typer.Option(help="To tell what the saved time costs.")]
@@ -66,6 +67,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
     hosts: _Hosts = "1",
     routing: _Routing = "random",
     tiers: _Tiers = None,
+    price: _Price = "uniform",
     bytes_per_token: _BytesPerToken = 131_072,
     prefill_rate: _PrefillRate = 8_000.0,
     gpu_dollars_per_hour: _GpuDollarsPerHour = 2.5,
@@ -95,7 +97,17 @@ def simulate(  # noqa: PLR0913 - the options of a command
         if html is not None and BOUND not in policies and hosts == "1" and not any(below.values()):
             policies.append(BOUND)
         settings = [
-            Setting(policy=one, codec=form_, hosts=count, routing=way, seed=seed, costs=costs, **capacity, **below)
+            Setting(
+                policy=one,
+                codec=form_,
+                hosts=count,
+                routing=way,
+                seed=seed,
+                price=price,
+                costs=costs,
+                **capacity,
+                **below,
+            )
             for form_, count, way, one, capacity in product(
                 _words(codec), _numbers("--hosts", hosts, int), _words(routing), policies, capacities
             )
@@ -104,7 +116,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
         replayed = _trace(trace, form, workload, requests, seed, block_tokens)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    with _progress(len(settings) * len(replayed)) as progress:
+    with progress_bar(len(settings) * len(replayed)) as progress:
         rows = run(replayed, settings, jobs, progress)
     _report(replayed, rows, html, json_file)
 
@@ -207,7 +219,7 @@ def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+def progress_bar(total: int) -> Iterator[Callable[[int], None] | None]:
     """A bar on standard error while somebody is looking."""
     if not sys.stderr.isatty():
         yield None

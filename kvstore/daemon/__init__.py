@@ -1,8 +1,9 @@
 """The daemon: one cache for all processes of a host.
 
 `protocol` is what both sides say, `segments` the shared memory; `server`, `session`, `core`, `arena`, `holder`,
-`lower`, `admin`, `stats` and `settings` are the daemon's side, `client` and `link` the engine's. The wire is
-specified in docs/formats/protocol.md. Nothing here imports torch. Names load when first asked for.
+`lower`, `tally`, `admin`, `stats` and `settings` are the daemon's side, `http_*` what people see of it, `client` and
+`link` the engine's. The wire is specified in docs/formats/protocol.md. Nothing here imports torch. Names load when
+first asked for.
 """
 
 from __future__ import annotations

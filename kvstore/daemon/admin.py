@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
+from kvstore.daemon.forms import lower_root
 
 if TYPE_CHECKING:
     from kvstore.daemon.core import Core
@@ -26,7 +27,11 @@ class Admin:
         with core.lock:
             arena = core.arenas.get(domain)
             forms = [] if arena is None else [one.form for one in arena.linked() if one.key.root == root]
-        return 0 if arena is None else core.clear(arena, list(dict.fromkeys(forms)), all_allowed=False)
+        count = 0 if arena is None else core.clear(arena, list(dict.fromkeys(forms)), all_allowed=False)
+        if not forms:  # it may lie below only
+            for lower in core.lowers:
+                lower.clear({lower_root(root, domain)}, all_allowed=False)
+        return count
 
     def flush_all(self) -> int:
         """Drop every copy of every domain from every tier."""

@@ -21,11 +21,14 @@ from allocator.errors import IntegrityError
 from kvstore.copy_index import CopyEntry, CopyIndex
 from kvstore.copy_key import CopyKey
 from kvstore.daemon.protocol import Place
+from kvstore.daemon.tally import RecentlyEvicted
+from kvstore.events import BlockRemoved, BlockStored
 
 if TYPE_CHECKING:
     from kvstore.daemon.forms import Form
     from kvstore.daemon.holder import Holder
     from kvstore.daemon.segments import SegmentMemory
+    from kvstore.events import EventStream
     from kvstore.tier import ByteRow
 
 _MOST_RECALLS = 2  # under way at a time
@@ -35,6 +38,13 @@ def slot_size(frame_bytes: int) -> int:
     """Slot bytes of a frame: at most 1/128 larger, so that frames of nearly one size share segments."""
     step = max(64, 1 << max(0, frame_bytes.bit_length() - 8))
     return -(-frame_bytes // step) * step or step
+
+
+def stored_event(entry: ArenaEntry) -> BlockStored:
+    """What listeners are told of a copy."""
+    key = entry.key
+    block_tokens = entry.form.block_tokens
+    return BlockStored("host", key.group, (key.hash,), entry.parent, key.codec, key.exact, block_tokens)
 
 
 class Tenant:
@@ -75,15 +85,17 @@ class ArenaSegment:
 
 
 class ArenaEntry(CopyEntry):
-    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says."""
+    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says. is_offered: tiers below
+    have it, or it is on its way there."""
 
-    __slots__ = ("form", "generation", "offset", "segment", "shelf", "tenant")
+    __slots__ = ("form", "generation", "is_offered", "offset", "segment", "shelf", "tenant")
 
     def __init__(self, key: CopyKey, parent: bytes | None, frame_bytes: int, segment: ArenaSegment) -> None:
         super().__init__(key, parent, frame_bytes, segment.slot_bytes)
         self.segment = segment
         self.offset = segment.free_offsets.pop()
         self.generation = 0
+        self.is_offered = False
         self.shelf = 0
         self.form: Form
         self.tenant: Tenant
@@ -95,14 +107,19 @@ class ArenaEntry(CopyEntry):
 
 
 class ArenaIndex(CopyIndex[ArenaEntry]):
-    """See the module. take_segment: a fresh one from the daemon's budget, or None."""
+    """See the module. take_segment: a fresh one from the daemon's budget, or None. events: told which blocks have a
+    copy here, whatever its form."""
 
-    def __init__(self, segment_bytes: int, take_segment: Callable[[], ArenaSegment | None]) -> None:
+    def __init__(
+        self, segment_bytes: int, take_segment: Callable[[], ArenaSegment | None], events: EventStream | None = None
+    ) -> None:
         super().__init__()
+        self._events = events
         self.segment_bytes = segment_bytes
         self.segments: dict[int, ArenaSegment] = {}
         self.tenants: dict[str, Tenant] = {}
         self.codec_bytes: Counter[str] = Counter()
+        self.recently_evicted = RecentlyEvicted()
         self.generation = 0
         self._take_segment = take_segment
         self._free_segments: list[ArenaSegment] = []
@@ -121,6 +138,19 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
     def is_recalling(self) -> bool:
         """A client has been asked for a segment."""
         return any(one.is_recalled for one in self.segments.values())
+
+    def publish(self, entry: ArenaEntry) -> None:
+        super().publish(entry)
+        block = entry.block
+        if self._events is not None and self._events.has_subscribers and block is not None and len(block.copies) == 1:
+            self._events.publish(stored_event(entry))
+
+    def unlink(self, entry: ArenaEntry) -> None:
+        block = entry.block
+        super().unlink(entry)
+        if self._events is not None and self._events.has_subscribers and block is not None and not block.copies:
+            key = entry.key
+            self._events.publish(BlockRemoved("host", key.group, (key.hash,), key.codec, key.exact))
 
     def tenant(self, name: str) -> Tenant:
         found = self.tenants.get(name)
@@ -278,6 +308,10 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
             segment.slot_bytes, segment.free_offsets, segment.newest_tick = 0, [], 0
             if segment not in self._free_segments:
                 self._free_segments.append(segment)
+
+    def _evict(self, entry: ArenaEntry) -> None:
+        self.recently_evicted.add(entry.key.hash)
+        super()._evict(entry)
 
     def _free(self, entry: ArenaEntry) -> None:
         self.used_bytes -= entry.slot_bytes

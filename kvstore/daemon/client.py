@@ -23,7 +23,8 @@ from allocator.errors import ConfigError, TierError, UsageError
 from kvstore.copy_key import CopyKey
 from kvstore.daemon import protocol
 from kvstore.daemon.frames import FrameForm, FrameForms
-from kvstore.daemon.link import Link, LinkDownError, RefusedByDaemonError
+from kvstore.daemon.greeting import LinkDownError, RefusedByDaemonError, aside
+from kvstore.daemon.link import Link, form_message
 from kvstore.daemon.protocol import PLACE, Place
 from kvstore.daemon.settings import default_socket_path
 from kvstore.executor import Executor, ThreadExecutor
@@ -32,6 +33,7 @@ from kvstore.frame_specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.tier import Job, ResultCode, Transfer
 
+_RESET_SECONDS = 20.0  # the daemon has to empty its tiers, and a remote one lets all hosts notice
 _POLL_SECONDS = (0.0002, 0.005)  # while a lower tier brings copies up
 _tiers: weakref.WeakSet[DaemonTier] = weakref.WeakSet()
 
@@ -68,6 +70,7 @@ class DaemonTier(QueuedTier):
         self._families: dict[tuple[object, ...], FrameSpec] = {}
         self._tenant = tenant
         self._fetch_seconds = fetch_seconds
+        self._told_speed = 0.0, -1  # and in which session
         self._pins_lock = threading.Lock()
         self._pins: dict[CopyKey, list[int]] = {}  # key -> sessions in which it was granted, one each
         self.link = Link(socket_path or default_socket_path(), f"{name} {os.getpid()}", timeout_seconds)
@@ -132,6 +135,14 @@ class DaemonTier(QueuedTier):
         except (LinkDownError, RefusedByDaemonError):
             self._count("without_daemon", len(keys))
 
+    def note_prefill_speed(self, tokens_per_second: float) -> None:
+        """Told once a connection, and again when it has changed by a tenth."""
+        told, session = self._told_speed
+        if session == self.link.session and abs(tokens_per_second - told) < 0.1 * told:
+            return
+        self._told_speed = tokens_per_second, session
+        self.link.tell(partial(protocol.Speed, prefill_tokens_per_second=min(1e9, tokens_per_second)))
+
     def delete(self, keys: Sequence[CopyKey]) -> int:
         """In the daemon's lower tiers too. 0 where there is no daemon: it drops nothing then."""
         count = 0
@@ -151,11 +162,37 @@ class DaemonTier(QueuedTier):
         with self._pins_lock:
             self._pins.clear()
         try:
-            for spec in list(self._families.values()):
-                self.link.form(spec, self._tenant)
-            self.link.call(protocol.Clear, protocol.Count)
+            with aside(self.link.path, self.link.name, _RESET_SECONDS) as ask:
+                for number, spec in enumerate(list(self._families.values())):
+                    ask(form_message(number, spec, self._tenant), protocol.Count)
+                ask(protocol.Clear, protocol.Count)
         except (LinkDownError, RefusedByDaemonError) as error:
             raise TierError(f"tier {self.name}: could not be cleared ({error or 'no daemon'})") from error
+
+    def read_epoch(self) -> int:
+        """The daemon's, which its disk and remote tier keep. TierError without a daemon."""
+        if not self.link.is_up:
+            raise TierError(f"tier {self.name}: its epoch cannot be read (no daemon)")
+        self.link.epoch()
+        return self.link.known_epoch
+
+    def raise_epoch(self, least: int) -> int:
+        self.follow_epoch(least)
+        try:
+            with aside(self.link.path, self.link.name, _RESET_SECONDS) as ask:
+                epoch = ask(partial(protocol.Epoch, least=least, rising=True), protocol.Count).count
+        except (LinkDownError, RefusedByDaemonError) as error:
+            raise TierError(f"tier {self.name}: the epoch could not be raised ({error or 'no daemon'})") from error
+        self.follow_epoch(epoch)
+        return epoch
+
+    def seen_epoch(self) -> int | None:
+        """Every call looks. Without a daemon the last one known; what was raised meanwhile is heard of at reconnect."""
+        return self.link.epoch()
+
+    def follow_epoch(self, epoch: int) -> None:
+        """The daemon is told within a tenth of a second, or when there is one."""
+        self.link.known_epoch = max(self.link.known_epoch, epoch)
 
     def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
         """Pins end with the connection: a daemon that restarts has none."""

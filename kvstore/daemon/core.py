@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from allocator.errors import TierError
-from kvstore.daemon.arena import ArenaIndex, ArenaSegment
+from kvstore.daemon.arena import ArenaIndex, ArenaSegment, stored_event
+from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier, taken_out
@@ -23,6 +24,9 @@ from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
 from kvstore.daemon.segment_pool import SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.spilling import Spilling
+from kvstore.daemon.tally import Tally
+from kvstore.events import Event, EventStream
 from kvstore.frame import FrameFault
 from kvstore.tier import Tier
 
@@ -54,15 +58,19 @@ class Core:
         self.book = LeaseBook(settings.lease_seconds, settings.write_lease_seconds)
         self.arenas: dict[str, ArenaIndex] = {}
         self.counts: Counter[str] = Counter()
-        self.lookups: dict[str, Counter[str]] = {}
+        self.tally = Tally()
         self.holders: dict[int, Holder] = {}
         self.quotas = dict(settings.tenant_quotas)
         self._numbers = count(1)
         self._daemons: dict[str, Holder] = {}
+        self.events = EventStream()  # of the own domain's arena
+        self.epochs = DomainEpochs(lowers, self.events.begin_epoch)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
         self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
+        self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
         self._closed = False
+        self.pool.make_first()
         self._preparer = threading.Thread(target=self._prepare_segments, name="kvstore-segments", daemon=True)
         self._preparer.start()
 
@@ -72,7 +80,8 @@ class Core:
         """The arena of a trust domain. Under the lock."""
         found = self.arenas.get(domain)
         if found is None:
-            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment)
+            events = None if domain else self.events
+            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment, events)
             self._daemons[domain] = Holder(next(self._numbers), found)
             for name, quota in self.quotas.items():
                 found.tenant(name).quota_bytes = quota
@@ -117,28 +126,43 @@ class Core:
             os.close(holder.pid_fd)
             holder.pid_fd = -1
 
+    def everything(self) -> list[Event]:
+        """What the own domain's arena holds, as events."""
+        with self.lock:
+            arena = self.arenas.get("")
+            return [] if arena is None else [stored_event(one) for one in arena.linked()]
+
     # look up ---------------------------------------------------------------------------------------------------------
 
     def run(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> tuple[int, int]:
         """Leading hashes that are stored somewhere, and how many of the rest may show up yet."""
         families, total = holder.arena.families, len(hashes)
         found, pending = leading_run(families.get(form.family), hashes), 0  # type: ignore[arg-type]
+        below: dict[str, int] = {}
         if found < total and self.lowers:
-            found, pending = self._run_below(holder, form, hashes, found)
-        counts = self.lookups.get(form.tenant)
-        if counts is None:
-            counts = self.lookups.setdefault(form.tenant, Counter())
-        counts["lookups"] += 1
-        counts["hit_blocks"] += found
-        counts["missed_blocks"] += total - found
+            found, pending = self._run_below(holder, form, hashes, found, below)
+        cause = "" if found == total else self._why_missed(holder, hashes[found], pending)
+        self.tally.looked_up(form, hashes, found, below, cause)
         return found, pending
 
-    def _run_below(self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int) -> tuple[int, int]:
+    def _why_missed(self, holder: Holder, hash: bytes, pending: int) -> str:
+        """The cause that is counted for a lookup that ended at this block."""
+        if any(one.state == "down" for one in self.lowers):
+            return "tier_down"
+        if pending:
+            return "still_looking"
+        return "evicted" if hash in holder.arena.recently_evicted else "never_stored"
+
+    def _run_below(
+        self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int, below: dict[str, int]
+    ) -> tuple[int, int]:
         before = -1
         while before < found < len(hashes):
             before = found
             for lower in self.lowers:
-                found += lower.leading_run(form, hashes[found:])
+                gained = lower.leading_run(form, hashes[found:])
+                below[lower.tier.name] = below.get(lower.tier.name, 0) + gained
+                found += gained
             found += leading_run(holder.arena.families.get(form.family), hashes[found:])  # type: ignore[arg-type]
         if found == len(hashes):
             return found, 0
@@ -173,6 +197,7 @@ class Core:
             entries = [family.get(hash) for hash in hashes]
             held = [entry for entry in entries if entry is not None]
             lease = self.book.read(holder, held, self.clock()) if held else 0
+            self.spilling.note_use(holder.arena, held)
             waiting = {}
             for place, lower in zip(absent, below, strict=True):
                 if entries[place] is None and lower is not None:
@@ -184,8 +209,7 @@ class Core:
                 else PLACE.pack(waiting.get(place, Place.MISS), 0, 0, 0)
                 for place, entry in enumerate(entries)
             )
-        counts = self.lookups.setdefault(form.tenant, Counter())
-        counts["read_blocks"] += len(held)
+        self.tally.read(holder, form, len(held), sum([entry.size_bytes for entry in held]))
         return lease, places
 
     def _found_below(self, form: Form, hashes: list[bytes]) -> list[LowerTier | None]:
@@ -222,6 +246,7 @@ class Core:
                 known = arena.find(key)
                 if known is not None:
                     arena.touch(known)
+                    self.spilling.note_use(arena, [known])  # computed a second time
                     places.append(PLACE.pack(Place.THERE, 0, 0, 0))
                     continue
                 if frame_bytes <= form.header_bytes or parent == hash:
@@ -246,8 +271,8 @@ class Core:
                 entry = self.book.publish(holder, number)
                 flags.append(entry is not None)
                 if entry is not None:
-                    for lower in self.lowers:
-                        lower.offer(arena, entry)
+                    self.tally.stored(entry.size_bytes)
+                    self.spilling.note_use(arena, [entry])
                 elif not is_ours:
                     self.counts["refused_stale"] += 1
         return bytes(flags)
@@ -259,10 +284,10 @@ class Core:
     def touch(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> None:
         family = holder.arena.families.get(form.family) or {}
         with self.lock:
-            for hash in hashes:
-                entry = family.get(hash)
-                if entry is not None and entry.is_linked:
-                    holder.arena.touch(entry)
+            used = [entry for entry in map(family.get, hashes) if entry is not None and entry.is_linked]
+            for entry in used:
+                holder.arena.touch(entry)
+            self.spilling.note_use(holder.arena, used)
 
     # drop ------------------------------------------------------------------------------------------------------------
 
@@ -408,6 +433,7 @@ class Core:
         self._closed = True
         self._prepare.set()
         self._preparer.join()
+        self.epochs.close()
         for lower in self.lowers:
             try:
                 lower.close()

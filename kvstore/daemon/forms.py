@@ -14,6 +14,11 @@ _MOST_KNOWN = 65536
 _DOMAIN_TAG = b"kvstore trust domain 1\x00"
 
 
+def lower_root(root: bytes, domain: str) -> bytes:
+    """What a root of a trust domain is called in lower tiers, which domains share."""
+    return hashlib.sha256(_DOMAIN_TAG + domain.encode() + b"\x00" + root).digest() if domain else root
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """template: the key of a block of zeros; tenant: whose quota; domain: "" or the trust domain that lower tiers
@@ -36,7 +41,7 @@ class Form:
         put(self, "header_bytes", header_layout(len(self.template.parameters), 1)[2])
         put(self, "lower_template", self.template)
         if self.domain:
-            root = hashlib.sha256(_DOMAIN_TAG + self.domain.encode() + b"\x00" + self.template.root).digest()
+            root = lower_root(self.template.root, self.domain)
             put(self, "lower_template", self.template._replace(root=root))
 
     def key(self, hash: bytes) -> CopyKey:

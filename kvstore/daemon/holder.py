@@ -46,6 +46,7 @@ class Holder:
     read_count: int = 0
     pid_fd: int = -1
     token: bytes = b""
+    prefill_tokens_per_second: float = 0.0  # as the client has said; 0: it has not
 
     @property
     def pin_count(self) -> int:

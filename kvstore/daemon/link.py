@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -24,29 +23,16 @@ import msgspec
 
 from allocator.errors import TierError
 from kvstore.daemon import protocol
-from kvstore.daemon.protocol import Cause
+from kvstore.daemon.epochs import follower
+from kvstore.daemon.greeting import LinkDownError, RefusedByDaemonError, cause_name, greeted
 from kvstore.daemon.segments import abandon, map_for_reading, map_for_writing
-from kvstore.daemon.session import set_timeout
 from kvstore.frame_layout import FrameSpec
 from kvstore.tier import ByteRow
 
 _PING_SECONDS = 0.1
 _RETRY_SECONDS = (0.02, 0.5)  # first and longest pause between attempts
-_SEND_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 _Answer = TypeVar("_Answer", bound=protocol.Answer)
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-class LinkDownError(Exception):
-    """There is no daemon now, or it did not answer as it should. Counted; to a tier's caller it is a miss."""
-
-
-class RefusedByDaemonError(Exception):
-    """The daemon did not do it; the connection stays."""
-
-    def __init__(self, refused: protocol.Refused) -> None:
-        super().__init__(refused.message)
-        self.cause = refused.cause
 
 
 class Link:
@@ -58,6 +44,7 @@ class Link:
         self.counts: Counter[str] = Counter()
         self.used_bytes = self.capacity_bytes = 0
         self.on_up: Callable[[], None] | None = None
+        self.known_epoch = 0  # the highest that this end has heard of, here or elsewhere
         self._closed = False
         self._reset()
         self._connect_quietly()
@@ -75,6 +62,8 @@ class Link:
         self._writable: dict[int, ByteRow] = {}
         self._writes: Counter[int] = Counter()  # segments with writes under way
         self._token = b""
+        self._page: ByteRow | None = None
+        self._read_page: Callable[[], tuple[int, bool]] | None = None
         self._cut_off: list[tuple[bytes, list[weakref.ref[ByteRow]]]] = []  # connections and what they had writable
         self._buffer = memoryview(bytearray(protocol.LONGEST_BYTES + 1))
         self._wake = threading.Event()
@@ -102,6 +91,16 @@ class Link:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def epoch(self) -> int | None:
+        """As the daemon says at this moment, or last said while there is none. None while it cannot say for sure."""
+        read = self._read_page
+        if read is None:
+            return self.known_epoch
+        epoch, is_sure = read()
+        if epoch > self.known_epoch:
+            self.known_epoch = epoch
+        return self.known_epoch if is_sure else None
+
     # calls -----------------------------------------------------------------------------------------------------------
 
     def call(self, make: Callable[[int], protocol.Request], expected: type[_Answer]) -> _Answer:
@@ -127,10 +126,7 @@ class Link:
             return number
         with self._lock:
             number = len(self._forms)
-            key = spec.key
-            fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, key.parameters)
-            dims = (spec.block_tokens, spec.key_dim, spec.value_dim, spec.dtype)
-            self.call(lambda seq: protocol.Form(seq, number, *fields, *dims, tenant), protocol.Count)
+            self.call(form_message(number, spec, tenant), protocol.Count)
             self._forms[family] = number
             return number
 
@@ -146,7 +142,7 @@ class Link:
             if answer.seq == seq and isinstance(answer, expected):
                 return answer
             if isinstance(answer, protocol.Refused):
-                self.counts[f"refused_{_cause_name(answer.cause)}"] += 1
+                self.counts[f"refused_{cause_name(answer.cause)}"] += 1
                 if answer.seq == seq:
                     raise RefusedByDaemonError(answer)
                 if answer.seq == 0:
@@ -272,6 +268,7 @@ class Link:
             for number in [one for one in self._readable if one not in live]:
                 del self._readable[number]
             self._disown()
+            self._tell_epoch()
             back = [number for number in pong.recalled if self._writes[number] <= 0]
             for number in back:
                 self._writable.pop(number, None)
@@ -292,11 +289,17 @@ class Link:
                 self._cut_off += waiting[place:]
                 raise
 
+    def _tell_epoch(self) -> None:
+        """The daemon lags when it has begun anew, or when the epoch was raised in a tier that only this process has."""
+        read = self._read_page
+        if read is not None and read()[0] < self.known_epoch:
+            self.call(partial(protocol.Epoch, least=self.known_epoch, rising=False), protocol.Count)
+
     def _connect_quietly(self) -> bool:
         """One attempt; nobody waits for it but this object's thread, and whoever made the link."""
         try:
             self._connect()
-        except (OSError, LinkDownError, RefusedByDaemonError, msgspec.DecodeError):
+        except (OSError, TierError, LinkDownError, RefusedByDaemonError, msgspec.DecodeError):
             self.counts["connect_failed"] += 1
             return False
         if self.on_up is not None:
@@ -304,22 +307,10 @@ class Link:
         return True
 
     def _connect(self) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            set_timeout(sock, socket.SO_SNDTIMEO, self.timeout_seconds)
-            set_timeout(sock, socket.SO_RCVTIMEO, self.timeout_seconds)
-            sock.connect(self.path)
-            with suppress(BrokenPipeError):  # refused already: the answer says why
-                sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, self.name[:64])))
-            answer = protocol.decode_answer(sock.recv(protocol.LONGEST_BYTES))
-            if not isinstance(answer, protocol.Welcome):
-                cause = answer.cause if isinstance(answer, protocol.Refused) else 0
-                self.counts[f"refused_{_cause_name(cause)}"] += 1
-                raise LinkDownError
-        except BaseException:
-            sock.close()
-            raise
+        def on_refused(cause: str) -> None:
+            self.counts[f"refused_{cause}"] += 1
+
+        sock, answer, page = greeted(self.path, self.name, self.timeout_seconds, on_refused)
         with self._lock:
             if self._closed:
                 sock.close()
@@ -332,6 +323,7 @@ class Link:
                 self._cut_off.clear()
             self._token = answer.token
             self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
+            self._page, self._read_page = page, follower(page.data)
             self._seq = 1
             self.session += 1
             self.counts["connected"] += 1
@@ -339,6 +331,8 @@ class Link:
 
     def _drop(self, cause: str | None) -> None:
         """The connection is over, and its mappings go once nobody copies there any more."""
+        self.epoch()
+        self._page = self._read_page = None
         sock, self._sock = self._sock, None
         if cause is not None and sock is not None:
             self.counts[f"link_{cause}"] += 1
@@ -354,7 +348,8 @@ class Link:
         sock = self._sock
         if sock is not None:
             sock.close()
-        for memory in (*self._readable.values(), *self._writable.values()):
+        pages = () if self._page is None else (self._page,)
+        for memory in (*self._readable.values(), *self._writable.values(), *pages):
             abandon(memory)
         self._reset()
         if not self._closed:
@@ -362,11 +357,12 @@ class Link:
             self._wake.set()
 
 
-def _cause_name(cause: int) -> str:
-    try:
-        return Cause(cause).name.lower()
-    except ValueError:
-        return "unknown"
+def form_message(number: int, spec: FrameSpec, tenant: str) -> Callable[[int], protocol.Form]:
+    """What names a form on a connection."""
+    key = spec.key
+    fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, key.parameters)
+    dims = (spec.block_tokens, spec.key_dim, spec.value_dim, spec.dtype)
+    return lambda seq: protocol.Form(seq, number, *fields, *dims, tenant)
 
 
 def _has_hung_up(sock: socket.socket, seconds: float) -> bool:

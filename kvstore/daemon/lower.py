@@ -1,4 +1,4 @@
-"""One tier below the arena: what is published there is spilled to it, what is asked for and only there is fetched.
+"""One tier below the arena: what the policy admits is spilled to it, what is asked for and only there is fetched.
 
 A thread a tier drives it: it verifies a copy while it takes it out of shared memory (a client could still write there),
 hands it down, and brings fetched ones up as sealed frames. Spills wait in a queue of bounded bytes; past it the coldest
@@ -82,11 +82,11 @@ class LowerTier:
     # asked by sessions -----------------------------------------------------------------------------------------------
 
     def leading_run(self, form: Form, hashes: Sequence[bytes]) -> int:
-        return 0 if self.is_dropped else self.tier.leading_run(form.lower_template, hashes)
+        return 0 if self.is_dropped or self.tier.is_resting else self.tier.leading_run(form.lower_template, hashes)
 
     def presence(self, form: Form, hashes: Sequence[bytes]) -> list[int]:
         """0: not there, 1: there, 2: still being looked up."""
-        if self.is_dropped:
+        if self.is_dropped or self.tier.is_resting:  # the second: a client would ask again until its deadline
             return [0] * len(hashes)
         keys = form.lower_template.with_hashes(hashes)
         found = [int(one) for one in self.tier.contains(keys)]
@@ -99,7 +99,9 @@ class LowerTier:
         if self.is_dropped or self._stop:
             return
         while self._queue and self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
-            self._let_go(*self._queue.popleft())
+            arena_of, coldest = self._queue.popleft()
+            coldest.is_offered = False  # its next use offers it again
+            self._let_go(arena_of, coldest)
             self.counts["spills_dropped"] += 1
         entry.reader_count += 1
         self._queue.append((arena, entry))
@@ -171,6 +173,11 @@ class LowerTier:
                 self._let_go(arena, entry)
 
     @property
+    def state(self) -> str:
+        """ok; down: it cannot be reached now; dropped: an operator has said so."""
+        return "dropped" if self.is_dropped else "down" if self.tier.is_down else "ok"
+
+    @property
     def depths(self) -> dict[str, int]:
         return {"spill": len(self._queue) + len(self._spilling), "fetch": len(self._fetching)}
 
@@ -211,6 +218,7 @@ class LowerTier:
             self._wake.wait(0.5)
             self._wake.clear()
             try:
+                self.tier.seen_epoch()  # a sign of life: without it a tier that nobody uses could be gone unseen
                 for done in self.tier.poll():
                     self._finish(done)
                 self._start_fetches()
@@ -251,6 +259,9 @@ class LowerTier:
 
         def finish(results: Sequence[ResultCode]) -> None:
             self.counts["spilled"] += results.count(ResultCode.OK)
+            self.counts["spilled_bytes"] += sum(
+                item.pieces[0].nbytes for item, code in zip(items, results, strict=False) if code is ResultCode.OK
+            )
             self.counts["spills_failed"] += len(results) - results.count(ResultCode.OK)
             with self._lock:
                 dropped = [key for key, is_dropped in self._spilling.items() if is_dropped]
@@ -300,7 +311,9 @@ class LowerTier:
         with self._lock:
             self._fetching.pop((id(arena), entry.key), None)
             self.counts["fetched" if result is ResultCode.OK else f"fetch_{result}"] += 1
+            self.counts["fetched_bytes"] += entry.size_bytes if result is ResultCode.OK else 0
             if result is ResultCode.OK and fetch.number == arena.generation and arena.twin(entry) is None:
+                entry.is_offered = True
                 arena.publish(entry)
             else:
                 arena.abandon(entry)

@@ -220,6 +220,19 @@ class Disown(Request, tag=20, frozen=True):
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
+class Epoch(Request, tag=21, frozen=True):
+    """Tells the daemon of an epoch, so that its own is at least that; rising: raises it above all before, a reset."""
+
+    least: Annotated[int, Meta(ge=0, le=1 << 62)]
+    rising: bool
+
+
+class Speed(Request, tag=30, frozen=True):
+    """How fast this client computes tokens that it does not find: for what the daemon says of time saved. No answer."""
+
+    prefill_tokens_per_second: Annotated[float, Meta(gt=0, le=1e9)]
+
+
 AnyRequest: TypeAlias = (
     Hello
     | Form
@@ -241,6 +254,8 @@ AnyRequest: TypeAlias = (
     | Ping
     | Goodbye
     | Disown
+    | Epoch
+    | Speed
 )
 
 # answers --------------------------------------------------------------------------------------------------------------
@@ -254,7 +269,7 @@ class Answer(Struct, array_like=True, frozen=True, gc=False):
 
 class Welcome(Answer, tag=64, frozen=True):
     """boot: 16 bytes, new with every start of the daemon; leases, segments and forms of another boot mean nothing.
-    token: names this connection, for a later Disown."""
+    token: names this connection, for a later Disown. Beside it comes the descriptor of the domain's epoch page."""
 
     version: _Small
     boot: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -265,8 +280,8 @@ class Welcome(Answer, tag=64, frozen=True):
 
 
 class Count(Answer, tag=65, frozen=True):
-    """Run: hashes that are stored, and how many of the rest a lower tier is still looking up. Delete: copies. Form,
-    Clear, Unpin: 0."""
+    """Run: hashes that are stored, and how many of the rest a lower tier is still looking up. Delete: copies. Epoch:
+    the one that holds. Form, Clear, Unpin: 0."""
 
     count: _Number
     pending: _Number = 0

@@ -40,6 +40,11 @@ class SegmentPool:
         number, self._next_number = self._next_number, self._next_number + 1
         return ArenaSegment(number, memory)
 
+    def make_first(self) -> None:
+        """Before anybody asks: one that is only being made could not be given, and a store would be told of no room."""
+        if self.begin_make():
+            self.finish_make(self.make())
+
     def begin_make(self) -> bool:
         """Claim room for one more in the budget. Under the lock."""
         if self.made >= self.limit:

@@ -45,7 +45,7 @@ class SegmentMemory:
             os.fchmod(self.write_fd, 0)  # who is not its owner cannot open it again
             self._map = mmap.mmap(self.write_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
-            self._close_descriptors()
+            self.let_go()
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise CapacityError(size_bytes, 0, "bytes") from error
             raise
@@ -58,9 +58,10 @@ class SegmentMemory:
             _libc().fallocate(
                 self.write_fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(self.size_bytes)
             )
-            self._close_descriptors()
+            self.let_go()
 
-    def _close_descriptors(self) -> None:
+    def let_go(self) -> None:
+        """No more can map it; who has keeps it as it is."""
         for descriptor in (self.write_fd, self.read_fd):
             if descriptor >= 0:
                 os.close(descriptor)

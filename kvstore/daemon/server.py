@@ -16,9 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from allocator.errors import TierError
+from allocator.errors import ConfigError, TierError
 from kvstore.daemon import protocol
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.core import Core
@@ -29,6 +29,9 @@ from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.stats import snapshot
 from kvstore.frame_specs import SpecSource
 from kvstore.tier import Tier
+
+if TYPE_CHECKING:
+    from kvstore.event_feed import EventFeed
 
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
 _BACKLOG = 128
@@ -51,6 +54,7 @@ class Daemon:
         self._active_count = 1
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
+        self._feed: EventFeed | None = None
         self._threads: list[threading.Thread] = []
         self._lock_fd = _locked_directory(self.path, settings)
         try:
@@ -73,6 +77,7 @@ class Daemon:
             listener.close()
             raise TierError(f"socket {self.path}: cannot be made ({error.strerror})") from error
         self._listener = listener
+        self._feed = event_feed(self.core, self.settings)
         for work in (self._accept, self._watch):
             thread = threading.Thread(target=work, name=f"kvstore-{work.__name__.strip('_')}", daemon=True)
             thread.start()
@@ -95,6 +100,8 @@ class Daemon:
             session.interrupt()
         for thread in [*self._threads, *sessions.values()]:
             thread.join(5.0)
+        if self._feed is not None:
+            self._feed.close()
         drained = self.core.close(self.settings.drain_seconds if drain_seconds is None else drain_seconds)
         os.close(self._lock_fd)
         return drained
@@ -195,6 +202,22 @@ class Daemon:
     def _count(self, cause: str) -> None:
         with self.core.lock:
             self.core.counts[cause] += 1
+
+
+def event_feed(core: Core, settings: DaemonSettings) -> EventFeed | None:
+    """The publisher of KV events, where the settings ask for one. ConfigError when it cannot be had."""
+    if not settings.events_endpoint:
+        return None
+    try:
+        from kvstore.event_feed import EventFeed
+    except ImportError as error:
+        raise ConfigError(f"events_endpoint: {error}; expected pyzmq (the extra `daemon`)") from error
+    return EventFeed(
+        core.events,
+        settings.events_endpoint,
+        replay_endpoint=settings.events_replay_endpoint,
+        snapshot=core.everything,
+    )
 
 
 def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:

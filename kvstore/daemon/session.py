@@ -74,6 +74,8 @@ class Session:
             protocol.Return: self._return,
             protocol.Ping: self._ping,
             protocol.Disown: self._disown,
+            protocol.Speed: self._speed,
+            protocol.Epoch: self._epoch,
         }
 
     def serve(self) -> None:
@@ -120,7 +122,9 @@ class Session:
         capacity = core.pool.limit * settings.segment_bytes
         times = (settings.lease_seconds, settings.write_lease_seconds)
         token = self.holder.token
-        self._send(protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token))
+        welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token)
+        page = core.epochs.of(settings.domain_of(self.uid)).descriptor
+        socket.send_fds(self._sock, [protocol.encode(welcome)], [page])
         return True
 
     def _one(self, length: int, buffer: memoryview) -> bool:
@@ -298,6 +302,13 @@ class Session:
 
     def _disown(self, message: protocol.Disown) -> protocol.Answer:
         return protocol.Count(message.seq, int(self._core.disown(self._own, message.token)))
+
+    def _speed(self, message: protocol.Speed) -> None:
+        self._own.prefill_tokens_per_second = message.prefill_tokens_per_second
+
+    def _epoch(self, message: protocol.Epoch) -> protocol.Answer:
+        epoch = self._core.epochs.of(self._core.settings.domain_of(self.uid))
+        return protocol.Count(message.seq, (epoch.rise if message.rising else epoch.at_least)(message.least))
 
     def _count_stale(self, count: int) -> None:
         if count:

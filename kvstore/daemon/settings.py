@@ -15,9 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError
-from kvstore.config import _BYTES, KVStoreConfig, _key, _path, _read, _real, _RefusedError, _size, _whole
+from kvstore.config import (
+    _BYTES,
+    KVStoreConfig,
+    _key,
+    _path,
+    _read,
+    _real,
+    _RefusedError,
+    _secret,
+    _size,
+    _truth,
+    _whole,
+)
 from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
 from kvstore.daemon.segments import PAGE_BYTES
+from kvstore.http_access import is_loopback, read_address
 
 TOML_TABLE = "daemon"
 _MOST_SEGMENTS = 192  # each costs a client two descriptors
@@ -59,6 +72,13 @@ def _quotas(value: Any) -> tuple[tuple[str, int], ...]:
     return found
 
 
+def _http(value: Any) -> str:
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or (text and read_address(text) is None):
+        raise _RefusedError
+    return text
+
+
 def default_socket_path() -> str:
     """In the user's runtime directory, or /run for root."""
     base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else f"/tmp/kvstore-{os.geteuid()}")
@@ -95,8 +115,19 @@ class DaemonSettings:
     """Shared by all connections; one that asks for more than its part waits."""
     spill_queue_bytes: int = _key(256 << 20, _BYTES, _size)
     """Most that waits for a lower tier, at most a quarter of host_bytes."""
+    events_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    """Where KV events of the own domain are published: docs/formats/events.md. Who reads them learns hashes."""
+    events_replay_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    """Where past events are asked for."""
     drain_seconds: float = _key(10.0, "a number in [0, 3600]", _real(0, 3600))
     """How long a stop waits for what is still to be written down."""
+
+    http: str = _key("", "'' for none, a port on loopback, or HOST:PORT", _http)
+    """Where the page, metrics and admin calls are served."""
+    http_token: str = _key("", "16 to 64 bytes of text, or file:PATH of a file with them", _secret, private=True)
+    """What HTTP clients must send; required beyond loopback. Without one admin calls take that in <socket>.token."""
+    http_admin: bool = _key(False, "true or false", _truth)
+    """Whether admin calls are taken beyond loopback too."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -114,6 +145,18 @@ class DaemonSettings:
                 f"segment_bytes: got {self.segment_bytes}; expected a multiple of {PAGE_BYTES} up to host_bytes "
                 f"({self.store.host_bytes})"
             )
+
+        if self.http_address is not None and not is_loopback(self.http_address[0]) and not self.http_token:
+            raise ConfigError(f"http: got {self.http!r}, which is not this machine alone; expected http_token with it")
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        return read_address(self.http) if self.http else None
+
+    @property
+    def http_token_path(self) -> str:
+        """Where a running daemon keeps the token of admin calls, if none was set."""
+        return f"{self.socket_path}.token"
 
     @property
     def tenant_quotas(self) -> dict[str, int]:
@@ -146,7 +189,8 @@ class DaemonSettings:
         environ = os.environ if environ is None else environ
         given = _daemon_table(path)
         store = KVStoreConfig.load(path, environ)
-        given |= {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        named = {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+        given |= {name: value for name, value in named.items() if name != "socket"}  # a client's: KVSTORE_DAEMON_SOCKET
         own = {one.name for one in fields(cls)} - {"store"}
         for name, value in (flags or {}).items():
             if value is not None and name in own:
@@ -160,7 +204,7 @@ class DaemonSettings:
 
     def to_mapping(self) -> dict[str, Any]:
         """What is in force, without secrets."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "store"}
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("store", "http_token")}
         kept = (
             "host_bytes",
             "host_prefault",

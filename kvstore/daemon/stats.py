@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from kvstore.daemon.session import Session
 
 
+_NO_LIMIT_BYTES = 1 << 62
+
+
 def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
-    """tiers, arenas, tenants, clients, leases, counts. Byte counts end in _bytes."""
+    """epoch (the own domain's), tiers, arenas, tenants, lookups, prefixes, clients, leases, counts.
+
+    Byte counts end in _bytes.
+    """
     with core.lock:
         arenas = {name or "own": _arena(arena) for name, arena in core.arenas.items()}
         tenants = _tenants(core)
@@ -39,11 +45,14 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
         "boot": core.boot.hex(),
         "pid": os.getpid(),
         "time_seconds": time.time(),
+        "epoch": core.epochs.of("").value,
         "connections": len(sessions),
         "budget": budget,
         "arenas": arenas,
         "tiers": {"host": _host(arenas, budget), **{one.tier.name: _lower(one) for one in core.lowers}},
         "tenants": tenants,
+        "lookups": core.tally.snapshot(),
+        "prefixes": core.tally.top_prefixes(),
         "clients": clients,
         "leases": leases,
         "counts": counts,
@@ -75,9 +84,9 @@ def _host(arenas: dict[str, Any], budget: dict[str, int]) -> dict[str, Any]:
 
 def _lower(lower: Any) -> dict[str, Any]:
     return {
-        "state": "dropped" if lower.is_dropped else "ok",
+        "state": lower.state,
         "used_bytes": lower.tier.used_bytes,
-        "capacity_bytes": lower.tier.capacity_bytes,
+        "capacity_bytes": lower.tier.capacity_bytes if lower.tier.capacity_bytes < _NO_LIMIT_BYTES else 0,
         "queues": lower.depths,
         "queued_bytes": lower.queued_bytes,
         "counts": dict(lower.counts),
@@ -86,16 +95,18 @@ def _lower(lower: Any) -> dict[str, Any]:
 
 
 def _tenants(core: Core) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        name: {"used_bytes": 0, "quota_bytes": quota, "counts": {}} for name, quota in core.quotas.items()
+    }
     for arena in core.arenas.values():
         for name, tenant in arena.tenants.items():
             one = found.setdefault(name, {"used_bytes": 0, "quota_bytes": tenant.quota_bytes, "counts": {}})
             one["used_bytes"] += tenant.used_bytes
             for cause, amount in tenant.counts.items():
                 one["counts"][cause] = one["counts"].get(cause, 0) + amount
-    for name, counts in list(core.lookups.items()):
+    for name, counts in core.tally.tenants().items():
         found.setdefault(name, {"used_bytes": 0, "quota_bytes": core.quotas.get(name, 0), "counts": {}})
-        found[name]["counts"] |= dict(counts)
+        found[name]["counts"] |= counts
     return found
 
 
@@ -112,4 +123,5 @@ def _client(holder: Holder, sessions: Sequence[Session]) -> dict[str, Any]:
         "pinned_copies": holder.pin_count,
         "segments": len(holder.segments),
         "quarantined": holder.is_quarantined,
+        "prefill_tokens_per_second": holder.prefill_tokens_per_second,
     }

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kvstore.charts import Bar, Part, Series, bar_chart, line_chart, plain
+from kvstore.charts import Bar, Part, Series, bar_chart, legend, line_chart, plain
 from kvstore.page import html_page
 
 _KINDS = {"raw": "ample", "int8k": "tight", "int4": "int4"}
+_TIER_KINDS = ("full", "host", "work")  # colours of the device and of the tiers below it
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -44,6 +45,7 @@ def plan_page(document: Mapping[str, Any]) -> str:
             f"<h2>Settings</h2>{_table(_SETTINGS, document['settings'])}",
             f"<h2>What each way to need less changes</h2>{_table(_EFFECTS, document['effects'])}",
             f"<h2>Tiers</h2>{_table(_TIERS, document['tiers'])}" if document["tiers"] else "",
+            f"<h2>Your trace</h2>{_table(_TRAFFIC, document['traffic'])}" if document["traffic"] else "",
         ]
     )
     return html_page(title, body)
@@ -62,6 +64,17 @@ def _pictures(document: Mapping[str, Any]) -> list[str]:
     fit = _curves(document, "requests_that_fit", 1.0)
     step = _curves(document, "itl_floor_seconds", 1e3)
     concurrency = document["demand"]["concurrency"]
+    hits = [
+        Bar(
+            one["name"],
+            [
+                Part(tier, kind, ratio)
+                for (tier, ratio), kind in zip(one["hit_ratio_by_tier"].items(), _TIER_KINDS, strict=False)
+            ],
+            f"{one['block_hit_ratio']:.1%}",
+        )
+        for one in document["traffic"]
+    ]
     return [
         _card("KV of one request", bar_chart(bars)),
         _card(
@@ -72,7 +85,12 @@ def _pictures(document: Mapping[str, Any]) -> list[str]:
             f"The least time of a decode step of {concurrency} requests",
             line_chart("floor of a decode step by length of context", step, "tokens of context", "milliseconds"),
         ),
+        *([_card("Blocks of the trace that were hits, by tier", _hits(hits))] if hits else []),
     ]
+
+
+def _hits(bars: Sequence[Bar]) -> str:
+    return bar_chart(bars) + legend([(part.name, part.kind) for part in bars[-1].parts])  # the last has all tiers
 
 
 def _curves(document: Mapping[str, Any], field: str, factor: float) -> list[Series]:
@@ -119,7 +137,22 @@ _TIERS: tuple[Column, ...] = (
     ("compute it again, at best", lambda row: seconds_text(row["recompute_floor_seconds"])),
     ("cheaper", lambda row: row["cheaper"] or "not known"),
 )
-TABLES = (("Settings", "settings", _SETTINGS), ("Changes", "effects", _EFFECTS), ("Tiers", "tiers", _TIERS))
+_TRAFFIC: tuple[Column, ...] = (
+    ("setting", lambda row: row["name"]),
+    ("blocks on the device", lambda row: f"{row['capacity_blocks']:,}"),
+    ("hits", lambda row: f"{row['block_hit_ratio']:.2%}"),
+    ("by tier", lambda row: ", ".join(f"{name} {ratio:.1%}" for name, ratio in row["hit_ratio_by_tier"].items())),
+    ("token hits", lambda row: f"{row['token_hit_ratio']:.2%}"),
+    ("mean TTFT", lambda row: seconds_text(row["ttft_seconds_mean"])),
+    ("without a cache", lambda row: seconds_text(row["ttft_seconds_mean_without_cache"])),
+    ("saved", lambda row: seconds_text(row["ttft_seconds_saved_mean"])),
+)
+TABLES = (
+    ("Settings", "settings", _SETTINGS),
+    ("Changes", "effects", _EFFECTS),
+    ("Tiers", "tiers", _TIERS),
+    ("Your trace", "traffic", _TRAFFIC),
+)
 """(title, key of the document, columns): the console shows the same."""
 
 

@@ -10,6 +10,7 @@ from kvstore.planning.capacity import Capacity, Demand, Machine
 from kvstore.planning.cards import Card
 from kvstore.planning.effects import effects
 from kvstore.planning.model_config import ModelShape
+from kvstore.planning.traffic import Traffic, traffic_rows
 
 Document = dict[str, Any]
 _CARDS_LIMIT = 64
@@ -62,6 +63,7 @@ def plan_document(
     cards: Cards,
     weights_bytes: int,
     tiers: Sequence[TierSize] = (),
+    traffic: Traffic | None = None,
 ) -> Document:
     """Everything, in bytes, tokens and seconds. Raises ConfigError for what cannot be."""
     machine, count = machine_for(shape, demand, cards, weights_bytes)
@@ -99,6 +101,7 @@ def plan_document(
             for one in effects(shape, demand)
         ],
         "tiers": [_tier(tier, one, machine) for tier in tiers for one in capacities],
+        "traffic": [] if traffic is None else traffic_rows(traffic, capacities, machine, tiers),
         "curves": [_curve(one, machine) for one in capacities],
         "notes": _notes(shape, demand, machine, settings),
     }

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from allocator import BlockPool, EvictionPolicy, ExtentLayout
 from kvstore.simulation.trace import Keys
 
 _SLOT_BYTES = 64  # of a pretended block: only counts matter
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPrices:
+    """Seconds for one block: to compute it, whatever its place, since its chain goes leaf first; and to fetch it."""
+
+    compute_seconds: float
+    host_seconds: float
+    remote_seconds: float
 
 
 class LowerTier:
@@ -39,6 +50,10 @@ class LowerTier:
             name, _ = held.popitem(last=False)
             if self._below is not None:
                 self._below.put([name])
+
+    def holds(self, name: bytes) -> bool:
+        """Whether the block is here."""
+        return name in self._held
 
     def leading_run(self, names: Sequence[bytes]) -> int:
         """How many of the leading names are here; they count as used."""
@@ -82,7 +97,7 @@ class Host:
         """Whether the device has the block."""
         return name in self._index.exact
 
-    def request(self, keys: Keys, names: list[bytes]) -> tuple[int, int, int]:
+    def request(self, keys: Keys, names: list[bytes], prices: BlockPrices | None = None) -> tuple[int, int, int]:
         """One request for these full blocks: how many leading ones came from device, host memory and remote.
 
         What was missing is computed and kept while there is room beside this request's own blocks.
@@ -100,10 +115,19 @@ class Host:
             fresh = pool.allocate(0, wanted)
             pool.seal_many(fresh, names[device : device + wanted], True)
             ids += fresh.tolist()
-        self._policy.observe(ids, keys)
-        ids.reverse()
-        pool.release(ids)
+        self._policy.observe(keys, (ids,), None if prices is None else self._priced(names, prices))
+        pool.release(ids[::-1])
+        self._policy.settle()
         return device, own, remote
+
+    def _priced(self, names: list[bytes], prices: BlockPrices) -> npt.NDArray[np.float64]:
+        """What losing each block would cost: a fetch from the nearest tier that has it, else computing it again."""
+        found = np.full(len(names), prices.compute_seconds)
+        for tier, fetch_seconds in ((self._remote, prices.remote_seconds), (self._own, prices.host_seconds)):
+            if tier is not None:
+                held = np.fromiter(map(tier.holds, names), bool, len(names))
+                found[held] = np.minimum(found[held], fetch_seconds)
+        return found
 
     def _below(self, names: list[bytes]) -> tuple[int, int]:
         own = remote = 0

@@ -7,7 +7,6 @@ is never in memory as a whole.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ FORMATS = ("mooncake", "bailian", "kvstore")
 _BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}
 _TOKENS_MAX = 1 << 31
 _SECONDS_MAX = 1e10
-_HASH_DIGITS = 16
+_MILLISECONDS_MAX = (1 << 53) - 1
 _Line = dict[str, Any]
 
 
@@ -41,7 +40,7 @@ def read(path: Path, form: str | None = None, block_tokens: int | None = None) -
             raise TraceError(f"{place}: the trace has blocks of {tokens} tokens, asked for {block_tokens}")
     else:
         tokens = _BLOCK_TOKENS[form] if block_tokens is None else block_tokens
-    return build(path.stem, tokens, _requests(path, form))
+    return build(path.stem, tokens, _recorded(path, tokens) if form == "kvstore" else _published(path, form))
 
 
 def _header(head: _Line, place: str) -> int:
@@ -53,26 +52,47 @@ def _header(head: _Line, place: str) -> int:
     return _whole(head, "block_tokens", place, least=1, most=65_536)
 
 
-def _requests(path: Path, form: str) -> Iterator[Request]:
-    convert: Callable[[_Line, str, dict[int, int]], Request] = {
-        "mooncake": _mooncake,
-        "bailian": _bailian,
-        "kvstore": _recorded,
-    }[form]
-    before = -math.inf
-    chats: dict[int, int] = {}
+def _lines(path: Path, skip: int) -> Iterator[tuple[_Line, str]]:
+    """(line, where it stands) of every line behind the first `skip` that is not blank."""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
-            if (number == 1 and form == "kvstore") or not text.strip():
-                continue
-            place = f"{path.name}, line {number}"
-            request = convert(_parsed(text, place), place, chats)
-            if request.seconds < before:
-                raise TraceError(
-                    f"{place}: got time {request.seconds} s after {before} s; expected requests in order of time"
-                )
-            before = request.seconds
-            yield request
+            if number > skip and text.strip():
+                place = f"{path.name}, line {number}"
+                yield _parsed(text, place), place
+
+
+def _published(path: Path, form: str) -> Iterator[Request]:
+    """Requests of traces whose lines are in order of time."""
+    convert: Callable[[_Line, str, dict[int, int]], Request] = {"mooncake": _mooncake, "bailian": _bailian}[form]
+    before = 0.0
+    chats: dict[int, int] = {}
+    for line, place in _lines(path, skip=0):
+        request = convert(line, place, chats)
+        if request.seconds < before:
+            raise TraceError(
+                f"{place}: got time {request.seconds} s after {before} s; expected requests in order of time"
+            )
+        before = request.seconds
+        yield request
+
+
+def _recorded(path: Path, block_tokens: int) -> Iterator[Request]:
+    """Requests of our own format, in order of their ends."""
+    for line, place in _lines(path, skip=1):
+        input_tokens = _whole(line, "input_length", place, least=1, most=_TOKENS_MAX)
+        ids = _ids(line, place)
+        if len(ids) != input_tokens // block_tokens:
+            raise TraceError(
+                f"{place}: hash_ids: got {len(ids)} for {input_tokens} tokens in blocks of {block_tokens}; "
+                f"expected one a whole block, {input_tokens // block_tokens}"
+            )
+        yield Request(
+            _whole(line, "timestamp", place, least=0, most=_MILLISECONDS_MAX) / 1000,
+            input_tokens,
+            _whole(line, "output_length", place, least=0, most=_TOKENS_MAX),
+            ids,
+            session=_whole(line, "session", place, least=0, most=KEY_MAX) if "session" in line else 0,
+        )
 
 
 def _parsed(text: bytes, place: str) -> _Line:
@@ -107,26 +127,6 @@ def _bailian(line: _Line, place: str, chats: dict[int, int]) -> Request:
         _whole(line, "output_length", place, least=0, most=_TOKENS_MAX),
         _ids(line, place),
         session=chats[chat] + 1,
-    )
-
-
-def _recorded(line: _Line, place: str, chats: dict[int, int]) -> Request:
-    del chats
-    text = line.get("hashes")
-    if not isinstance(text, str) or len(text) % _HASH_DIGITS:
-        raise TraceError(f"{place}: hashes: got {_shown(text)}; expected {_HASH_DIGITS} hexadecimal digits a block")
-    try:
-        raw = bytes.fromhex(text)
-        session = int(line.get("session", "0"), 16)
-    except (ValueError, TypeError):
-        raise TraceError(f"{place}: hashes or session: expected hexadecimal digits only") from None
-    ids = [int.from_bytes(raw[start : start + 8], "big") for start in range(0, len(raw), 8)]
-    return Request(
-        _number(line, "seconds", place),
-        _whole(line, "input_tokens", place, least=0, most=_TOKENS_MAX),
-        _whole(line, "output_tokens", place, least=0, most=_TOKENS_MAX),
-        _distinct(ids, place),
-        session=session & KEY_MAX,
     )
 
 

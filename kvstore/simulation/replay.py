@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.simulation.belady import bound_hits
-from kvstore.simulation.hosts import Host, LowerTier, Router
+from kvstore.simulation.hosts import BlockPrices, Host, LowerTier, Router
 from kvstore.simulation.policies import BOUND, POLICIES
 from kvstore.simulation.setting import Costs, Row, Setting
 from kvstore.simulation.trace import Trace, each
@@ -91,11 +91,14 @@ def _replay(trace: Trace, setting: Setting, fitting: int, progress: Callable[[in
     block_bytes = trace.block_tokens * costs.bytes_per_token / costs.blocks_per_raw_block(setting.codec)
     host_seconds = block_bytes / costs.host_bytes_per_second
     remote_seconds = block_bytes / costs.remote_bytes_per_second
+    prices = None
+    if setting.price == "cost":
+        prices = BlockPrices(costs.prefill_seconds(0, trace.block_tokens), host_seconds, remote_seconds)
     counts = _Counts()
     input_tokens, sessions = trace.input_tokens.tolist(), trace.sessions.tolist()
     for number, keys, names in each(trace):
         host = hosts[router.choose(sessions[number], keys, names)]
-        device, own, far = host.request(keys, names)
+        device, own, far = host.request(keys, names, prices)
         counts.device += device
         counts.host += own
         counts.remote += far

@@ -10,6 +10,7 @@ from kvstore.simulation.policies import BOUND, POLICIES
 from quant.record_layout import RUN_TOKENS, record_bytes
 
 CODECS = ("raw", "int4")
+PRICES = ("uniform", "cost")
 ROUTINGS = ("random", "session", "prefix")
 HOSTS_MAX = 1000
 
@@ -48,6 +49,7 @@ class Setting:
     """One configuration. Give a capacity (of each host's device) in percent of the unique blocks, or in blocks.
 
     host_blocks and remote_blocks: room of the tiers below, in blocks of that codec; 0: there is none.
+    price: what a policy that learns weighs hits by; "cost": the time that losing the block would cost.
     """
 
     policy: str = "default"
@@ -59,6 +61,7 @@ class Setting:
     host_blocks: int = 0
     remote_blocks: int = 0
     seed: int = 0
+    price: str = "uniform"
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class Setting:
             ("policy", self.policy, (*POLICIES, BOUND)),
             ("codec", self.codec, CODECS),
             ("routing", self.routing, ROUTINGS),
+            ("price", self.price, PRICES),
         ):
             if value not in known:
                 raise ConfigError(f"{name}: got {value!r}; expected one of {', '.join(known)}")

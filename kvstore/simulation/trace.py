@@ -64,14 +64,21 @@ class Trace:
 
 
 def build(name: str, block_tokens: int, requests: Iterable[Request]) -> Trace:
-    """A trace of requests in order of time (the caller has checked them)."""
+    """A trace of requests, put in order of time; those of one time stay as given."""
     if block_tokens < 1:
         raise TraceError(f"{name}: got blocks of {block_tokens} tokens; expected at least 1")
     keys, columns = _collected(requests)
     if not columns:
         raise TraceError(f"{name}: got no request; expected at least one")
+    seconds = np.array([row[3] for row in columns], dtype=np.float64)
     lengths = np.array([row[0] for row in columns], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
+    if bool((np.diff(seconds) < 0).any()):
+        order = np.argsort(seconds, kind="stable")
+        seconds, lengths, columns = seconds[order], lengths[order], [columns[place] for place in order.tolist()]
+        came_from = starts[order]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        keys = keys[np.repeat(came_from - starts[:-1], lengths) + np.arange(len(keys))]
     input_tokens = np.array([row[1] for row in columns], dtype=np.int64)
     mixed = mix(keys)
     return Trace(
@@ -82,7 +89,7 @@ def build(name: str, block_tokens: int, requests: Iterable[Request]) -> Trace:
         full_counts=np.minimum(lengths, input_tokens // block_tokens),
         input_tokens=input_tokens,
         output_tokens=np.array([row[2] for row in columns], dtype=np.int64),
-        seconds=np.array([row[3] for row in columns], dtype=np.float64),
+        seconds=seconds,
         sessions=np.array([row[4] for row in columns], dtype=np.uint64),
         unique_count=len(np.unique(mixed)),
     )

@@ -131,7 +131,7 @@ class FaultyTier(Tier):
             self._doomed[transfer.id] = doomed
         return transfer
 
-    def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]]) -> Transfer:
+    def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]], *, by_layer: bool = False) -> Transfer:
         items = list(items)
         vanished = [
             item[0]
@@ -139,12 +139,16 @@ class FaultyTier(Tier):
             if isinstance(item[0], CopyKey) and self._strikes("vanished", "get", item[0].to_bytes())
         ]
         self.inner.delete(vanished)
-        transfer = self.inner.submit_get(items)
+        transfer = self.inner.submit_get(items, by_layer=by_layer)
         self._targets[transfer.id] = [
             [as_byte_row(one) for one in (buffer if isinstance(buffer, list | tuple) else [buffer])]
             for _, buffer in items
         ]
         return transfer
+
+    @property
+    def delivers_layers(self) -> bool:  # type: ignore[override]
+        return self.inner.delivers_layers
 
     def poll(self) -> list[Completion]:
         ready = [completion for polls, completion in self._waiting if polls <= 0]

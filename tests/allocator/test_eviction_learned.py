@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from allocator.eviction import EvictionPolicy, Usable
-from allocator.eviction_learned import Learned
+from allocator.eviction_learned import Learned, Reuse
 from allocator.eviction_reuse import BINS, ReuseMemory
 from allocator.eviction_rivals import ARC, LRU2, S3FIFO, WTinyLFU
 from allocator.eviction_shadow import ShadowCache
+from tests.fickle_reuse import FickleReuse
 
 IDS = 60
 
@@ -25,7 +26,15 @@ def all_but(held: set[int]) -> Usable:
     return lambda ids: np.array([int(one) not in held for one in ids], dtype=bool)
 
 
-@pytest.mark.parametrize("policy", [Learned, LRU2, S3FIFO, ARC, WTinyLFU])
+def fickle(capacity: int) -> Learned:
+    return Learned(capacity, FickleReuse(capacity))
+
+
+def steady(capacity: int) -> Learned:
+    return Learned(capacity, FickleReuse(capacity, steady=True))
+
+
+@pytest.mark.parametrize("policy", [Learned, fickle, steady, LRU2, S3FIFO, ARC, WTinyLFU])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_idle_block_goes_once_and_no_other(policy: Callable[[int], EvictionPolicy], seed: int) -> None:
     numbers = random.Random(seed)
@@ -37,13 +46,19 @@ def test_every_idle_block_goes_once_and_no_other(policy: Callable[[int], Evictio
         choice = numbers.random()
         if choice < 0.5 and free:
             batch = numbers.sample(free, min(len(free), numbers.randint(1, 6)))
-            order.observe(batch[::-1], keys(*(numbers.randrange(200) * 64 + place for place in range(len(batch)))))
-            order.idle(batch, tick)
+            order.observe(keys(*(numbers.randrange(200) * 64 + place for place in range(len(batch)))), (batch[::-1],))
+            order.idle(batch, 10 * tick - (73 if numbers.random() < 0.1 else 0))
             idle |= set(batch)
+            if numbers.random() < 0.7:
+                order.settle()
         elif choice < 0.6 and idle:
             batch = numbers.sample(sorted(idle), min(len(idle), 3))
             (order.busy if numbers.random() < 0.6 else order.forget)(batch)
             idle -= set(batch)
+        elif choice < 0.65 and not held:
+            block_id = order.victim_one()
+            assert block_id in idle if idle and block_id != -1 else block_id == -1
+            idle -= {block_id}
         elif choice < 0.7:
             held = set(numbers.sample(range(IDS), 20)) if numbers.random() < 0.7 else set()
         else:
@@ -60,14 +75,25 @@ def test_every_idle_block_goes_once_and_no_other(policy: Callable[[int], Evictio
     assert len(order) == 0
 
 
-def test_what_it_would_evict_next_is_what_it_evicts() -> None:
+@pytest.mark.parametrize("policy", [Learned, fickle, steady])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_it_would_evict_next_is_what_it_evicts(policy: Callable[[int], Learned], one_by_one: bool) -> None:
     numbers = random.Random(9)
-    order = Learned(IDS)
+    order = policy(IDS)
     for tick in range(1, 20):
         batch = [3 * tick, 3 * tick + 1, 3 * tick + 2]
-        order.observe(batch[::-1], keys(*(numbers.randrange(1000) for _ in batch)))
+        order.observe(keys(*(numbers.randrange(1000) for _ in batch)), (batch[::-1],))
         order.idle(batch, tick)
-    assert order.peek(25).tolist() == order.victims(25)
+        if tick != 19:
+            order.settle()
+    order.busy([9, 30, 57])
+    order.idle([30], 30)
+    expected = order.peek(54).tolist()
+    if one_by_one:
+        assert [order.victim_one() for _ in expected] == expected
+    else:
+        assert list(order.victims(25)) + list(order.victims(29)) == expected
+    assert len(order) == 1
 
 
 def test_without_being_told_anything_it_is_lru() -> None:
@@ -77,7 +103,7 @@ def test_without_being_told_anything_it_is_lru() -> None:
     order.busy([4])
     order.idle([4], 3)
     assert order.since(4) == 3
-    assert order.victims(9) == [5, 3, 2, 1, 4]
+    assert list(order.victims(9)) == [5, 3, 2, 1, 4]
 
 
 def test_a_block_that_enters_late_keeps_its_age_and_a_run_goes_as_one() -> None:
@@ -85,10 +111,10 @@ def test_a_block_that_enters_late_keeps_its_age_and_a_run_goes_as_one() -> None:
     for tick in range(1, 9):
         order.idle([tick], tick)
     order.idle([20], 3)
-    assert order.victims(9).index(20) in (2, 3)
+    assert list(order.victims(9)).index(20) in (2, 3)
     order.idle([30, 31, 32], 20, run=True)
     order.idle([33], 21)
-    assert order.victims(1) == [30, 31, 32]
+    assert list(order.victims(1)) == [30, 31, 32]
 
 
 def test_classes_that_come_back_are_kept_longer_than_those_that_never_do() -> None:
@@ -105,6 +131,18 @@ def test_classes_that_come_back_are_kept_longer_than_those_that_never_do() -> No
     assert levels["again"] > levels["never"] + 4
     assert levels["never"] == 0
     assert len(memory.ages) == BINS + 1
+
+
+def test_of_blocks_that_come_back_alike_those_with_a_copy_below_are_cheaper_to_lose() -> None:
+    """Two kinds of chains with the same reuse; of the first a fetch, of the second computing again is the price."""
+    reuse, numbers = Reuse(1000, 400), random.Random(2)
+    policy = Learned(1000, reuse)
+    for turn in range(6000):
+        is_copied = turn % 2 == 0
+        first = (10_000 if is_copied else 20_000) + 5 * numbers.randrange(80)
+        ids = [100 + place for place in range(5)] if is_copied else [200 + place for place in range(5)]
+        policy.observe(keys(*range(first, first + 5)), (ids,), np.full(5, 0.002 if is_copied else 0.02))
+    assert reuse.wanted[200:205].min() > reuse.wanted[100:105].max()
 
 
 def test_a_shadow_keeps_parents_with_their_children_and_within_its_room() -> None:

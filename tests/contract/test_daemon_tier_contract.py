@@ -14,7 +14,9 @@ from kvstore.daemon import Daemon, DaemonSettings, DaemonTier
 from kvstore.daemon.segments import PAGE_BYTES
 from kvstore.disk_tier import DiskTier
 from kvstore.executor import Executor, ThreadExecutor
+from kvstore.redis_tier import RedisTier
 from kvstore.testing import TierContract
+from tests import servers
 
 NUMBERS = itertools.count()
 
@@ -44,7 +46,7 @@ class DaemonContract(TierContract):
     def settings(self, capacity_bytes: int) -> DaemonSettings:
         segment_bytes = capacity_bytes // self.segments // PAGE_BYTES * PAGE_BYTES
         return DaemonSettings(
-            store=KVStoreConfig(host_bytes=capacity_bytes),
+            store=KVStoreConfig(host_bytes=capacity_bytes, spill_policy="everything"),
             socket_path=str(self.directory / f"{next(NUMBERS)}.sock"),
             segment_bytes=segment_bytes,
         )
@@ -75,6 +77,25 @@ class TestDaemonTierAboveADisk(DaemonContract):
         settings = self.settings(capacity_bytes)
         disk = DiskTier(self.directory / f"disk{next(NUMBERS)}", 64 << 20, ThreadExecutor("disk"))
         daemon = Daemon(settings, [disk])
+        daemon.start()
+        self.daemons.append(daemon)
+        return DaemonTier(settings.socket_path, executor, timeout_seconds=10)
+
+
+class TestDaemonTierAboveAServer(DaemonContract):
+    """The same with a Valkey below, in a namespace of its own."""
+
+    payload_bytes = 8192
+    overhead_bytes = 2048
+    segments = 8
+    leaves_first = False
+    pins = False
+    evicts = False
+
+    def make_tier(self, capacity_bytes: int, executor: Executor) -> DaemonTier:
+        settings = self.settings(capacity_bytes)
+        url = f"{servers.shared_server().unix_url}?namespace=daemon{next(NUMBERS)}"
+        daemon = Daemon(settings, [RedisTier(url, ThreadExecutor("redis"), ttl_seconds=600)])
         daemon.start()
         self.daemons.append(daemon)
         return DaemonTier(settings.socket_path, executor, timeout_seconds=10)

@@ -170,6 +170,17 @@ def tiny_config(family: str) -> Any:
             **common, sliding_window=20, num_local_experts=2, num_experts_per_tok=1,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
+        "deepseek_v3": lambda: hf.DeepseekV3Config(
+            **{**common, "head_dim": 8, "num_key_value_heads": 4}, moe_intermediate_size=32, n_routed_experts=4,
+            num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=2,
+            kv_lora_rank=24, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        ),
+        "gemma3n": lambda: hf.Gemma3nTextConfig(
+            **{**common, "num_hidden_layers": 6}, sliding_window=20, num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 3, vocab_size_per_layer_input=97,
+            hidden_size_per_layer_input=8, laurel_rank=8, activation_sparsity_pattern=[0.0] * 6,
+        ),
+        "mha": lambda: hf.LlamaConfig(**{**common, "num_key_value_heads": 4}),
         "mqa": lambda: hf.LlamaConfig(**{**common, "num_key_value_heads": 1}),
     }  # fmt: skip
     return make[family]()

@@ -14,7 +14,7 @@ from engine_adapter.testing import ToyRunner
 from kvstore import KVStore
 from tests.engine_adapter.loop_kit import KitMaker, geometry, make_store, prompt
 
-METHODS = {"geometry", "reserve", "allocate", "load", "commit", "rollback", "preempt", "finish", "abort"}
+METHODS = {"geometry", "reserve", "wait_layer", "allocate", "load", "commit", "rollback", "preempt", "finish", "abort"}
 
 
 def test_every_method_must_be_implemented() -> None:

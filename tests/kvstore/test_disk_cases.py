@@ -148,7 +148,7 @@ def test_a_forger_who_knows_every_sum_but_no_secret_is_a_miss(tmp_path: Path) ->
         head = bytearray(blank_header(spec))
         head[10] |= flags
         fd = os.open(only_slot_file(tmp_path), os.O_RDWR)
-        write_summed(fd, 0, head, head_of(spec).sum_at, [payload], 0)
+        write_summed(fd, 0, head, head_of(spec).sums, [payload], 0)
         os.close(fd)
         assert get(tier, [1], SLOT) == [CORRUPT], flags
         assert put(tier, [1], SLOT) == get(tier, [1], SLOT) == [OK]

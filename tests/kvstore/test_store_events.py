@@ -8,7 +8,7 @@ from kvstore import AllCleared, BlockRemoved, BlockStored, EventStream, UsageErr
 
 
 def stored(number: int) -> BlockStored:
-    return BlockStored("host", 0, (bytes([number]),), None, "raw", True)
+    return BlockStored("host", 0, (bytes([number]),), None, "raw", True, 16)
 
 
 def test_events_come_in_order_with_numbers() -> None:

@@ -21,8 +21,8 @@ SLOT = full_geometry().full_slot_bytes(0)
 
 
 def test_case_117_events_follow_the_blocks_of_the_device(make_store: Callable[..., KVStore]) -> None:
-    store = make_store(blocks=12, host_blocks=12, load_always=True, event_queue_limit=64)
-    reader = store.events.subscribe()
+    store = make_store(blocks=12, host_blocks=12, load_always=True)
+    reader = store.events.subscribe(64)
     prompt = list(range(3 * B + 1))
     hashes = store.prepare(prompt).hashes
     run_prompt(store, "a", prompt, exact=True)

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from allocator.errors import ConfigError
+from engine_adapter.decode_loop import DecodeLoop
+from engine_adapter.request import Request
+from engine_adapter.testing import ToyRunner
 from kvstore import Identity
 from kvstore.cli import main
 from kvstore.trace_recorder import EndedRequest, TraceRecorder, read_salt
-from tests.engine_adapter.loop_kit import geometry, prompt
+from tests.engine_adapter.loop_kit import geometry, make_store, prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 SALT = bytes(range(32))
@@ -171,6 +174,36 @@ def test_the_command_records_what_its_engine_served(
     assert [line["turn"] for line in lines[:3]] == [0, 1, 2]
     assert len({line["session"] for line in lines[:3]}) == 1
     assert (lines[3]["finish"], lines[3]["output_length"]) == ("abort", 0)
+
+
+def test_what_a_loop_recorded_is_replayed_by_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With room for everything it reuses what the loop reused, though the lines stand in order of their ends."""
+    store = make_store(geometry("full"))
+    path = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(path, root_of(), 4)
+    loop = DecodeLoop(ToyRunner.over(store), store, recorder=recorder)
+    loop.submit(Request("first", prompt(1, 13), 2))
+    loop.run()
+    time.sleep(0.005)
+    loop.submit(Request("long", prompt(2, 9), 30))
+    loop.step()
+    time.sleep(0.005)
+    loop.submit(Request("same start", prompt(1, 13) + prompt(3, 8), 2))
+    loop.run()
+    loop.submit(Request("same again", prompt(2, 9), 2))
+    loop.run()
+    recorder.close()
+    store.close()
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    stamps = [line["timestamp"] for line in lines]
+    assert len(lines) == 4
+    assert stamps != sorted(stamps)
+    assert main(("simulate", "--trace", str(path), "--policy", "lru", "--capacity-percent", "100", "--json", "-")) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    reused_tokens = sum(line["reused_tokens"] for line in lines)
+    assert reused_tokens > 0
+    assert round(row["block_hit_ratio"] * row["blocks"]) * 4 == reused_tokens
+    assert (row["requests"], row["blocks"]) == (4, sum(len(line["hash_ids"]) for line in lines))
 
 
 def test_the_command_hands_on_the_exit_code_and_says_when_nothing_recorded(

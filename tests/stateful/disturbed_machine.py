@@ -18,7 +18,10 @@ class DisturbedMachine(StoreMachine):
 
     @rule(prompt=st.sampled_from(PROMPTS), exact=st.booleans(), ttl_seconds=st.sampled_from([1.0, 30.0]))
     def pin(self, prompt: list[int], exact: bool, ttl_seconds: float) -> None:
-        lease = self.store.pin(prompt, ttl_seconds, exact=exact)
+        try:
+            lease = self.store.pin(prompt, ttl_seconds, exact=exact)
+        except CapacityError:  # beyond the budget of leases
+            return
         assert lease.tokens <= self.store.lookup(prompt, exact=exact).tokens
         self.leases.append(lease)
 

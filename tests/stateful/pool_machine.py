@@ -9,7 +9,9 @@ wrong with a slot, a form, a share, a copy or an eviction therefore shows as a f
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,11 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from allocator import (
     COLD,
     FULL,
+    LRU,
     BlockPool,
     BlockState,
     BlockTable,
     CannotRollback,
     CapacityError,
+    EvictionPolicy,
     ExtentLayout,
     GroupHit,
     Move,
@@ -81,12 +85,13 @@ class PoolMachine(RuleBasedStateMachine):
     """The machine. Mutation tests derive from it with a broken pool or table."""
 
     pool_class: type[BlockPool] = BlockPool
+    policy: ClassVar[Callable[[], Callable[[int], EvictionPolicy]]] = lambda: LRU
     table_class: type[BlockTable] = BlockTable
 
     @initialize()
     def build(self) -> None:
         self.layout = ExtentLayout(512 * EXTENT_COUNT + 100, (256, 128), (64, 64), extent_bytes=512)
-        self.pool = self.pool_class(self.layout, on_evict=self.note_eviction)
+        self.pool = self.pool_class(self.layout, type(self).policy(), self.note_eviction)
         self.memory = bytearray(b"\xff" * self.layout.total_bytes)
         self.sequences: list[Sequence] = []
         self.cooling: list[tuple[int, int]] = []
@@ -127,6 +132,10 @@ class PoolMachine(RuleBasedStateMachine):
                 self.write(self.sequences[-1], token_ids[-1:])
         elif kind == "finish":
             self.sequences.remove(sequence)
+            self.observe(sequence)
+            if exact:
+                for policy in self.pool.policies:
+                    policy.settle()
             for table in sequence.tables:
                 table.release()
 
@@ -173,6 +182,12 @@ class PoolMachine(RuleBasedStateMachine):
             reader.release()
         elif kind == "misuse" and self.sequences:
             self.misuse(which, where)
+
+    def observe(self, sequence: Sequence) -> None:
+        """What a store tells its policy of a sequence that ends."""
+        count = min(sequence.sealed)
+        keys = np.array([int.from_bytes(name[:8], "little") for name in chain(sequence.tokens)[:count]], np.uint64)
+        self.pool.policies[0].observe(keys, [table.ids()[:count] for table in sequence.tables])
 
     @staticmethod
     def must(condition: bool, why: str) -> None:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from allocator import CannotRollback, CapacityError, KVGeometry
+from allocator.eviction_learned import Learned
 from kvstore import HostTier, Identity, KVStore, KVStoreConfig, Tier
 from kvstore.testing import Faults, FaultyTier, ManualClock, SteppedExecutor
+from tests.fickle_reuse import FickleReuse
 from tests.kvstore.driving import fill, pattern
 from tests.kvstore.writing_kit import DistantTier
 
@@ -57,9 +59,14 @@ class StoreMachine(RuleBasedStateMachine):
             load_always=True,
             fetch_deadline_seconds=5.0,
             spill_policy="everything" if seed % 2 else "reuse",
+            eviction_policy="learned" if seed % 4 > 1 else "lru",
         )
         identity = Identity(model="toy", weights="w", geometry=GEOMETRY)
         store = KVStore(GEOMETRY, identity, config, tiers=tiers, clock=self.clock)
+        fickle = FickleReuse(store.pool.ledger.id_capacity)
+        for policy in store.pool.policies:
+            if isinstance(policy, Learned):
+                policy._reuse = fickle
         store._upkeep.writes._executor = self.executor  # device blocks are copied into buffers as late as all else
         return store
 

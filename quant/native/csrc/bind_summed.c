@@ -1,6 +1,6 @@
 /* A head and rows of bytes to a file and from it, summed while they lie in the processor's cache: what the disk tier
- * does with a frame. The head names two sums: at `sum_at` XXH3-128 of the rows, and at its end that of the head itself
- * up to there. Python's lock is released; the file may be used by others meanwhile. */
+ * does with a frame. The head names sums: XXH3-128 of each of the parts that the rows are cut into, where `sums` says, and
+ * at its end that of the head itself up to there. Python's lock is released; the file may be used by others meanwhile. */
 #define _GNU_SOURCE
 #include "bind.h"
 #include "checksum.h"
@@ -14,6 +14,7 @@
 #define LAST_CHUNK_BYTES (320 << 10) /* rather one a bit longer than a short one more */
 #define HEAD_MOST_BYTES 8192
 #define IOV_MOST 64 /* at once; more rows take more calls */
+#define SUMS_MOST 64
 
 static const uint8_t zeros[HEAD_MOST_BYTES];
 
@@ -21,11 +22,16 @@ typedef struct {
     int fd;
     int64_t offset;
     uint8_t *head;
-    int64_t head_bytes, sum_at, tail_bytes;
+    int64_t head_bytes, tail_bytes;
     Py_buffer *rows;
     int64_t row_count, payload_bytes;
+    struct {
+        int64_t at, bytes; /* in the head; of the rows */
+    } sums[SUMS_MOST];
+    int64_t sum_count;
     kv_checksum state;
-    int64_t row, at; /* the next byte of the rows */
+    int64_t sum, left; /* the one that is being taken, its bytes to come */
+    int64_t row, at;   /* the next byte of the rows */
 } summed_job;
 
 #define ENDED (-2) /* the file is shorter */
@@ -63,19 +69,31 @@ static int64_t next_parts(summed_job *job, int64_t bytes, struct iovec *parts, i
     return taken;
 }
 
-static void sum_parts(summed_job *job, const struct iovec *parts, int from, int count) {
-    for (int i = from; i < count; i++)
-        kv_checksum_update(&job->state, parts[i].iov_base, (int64_t)parts[i].iov_len, NULL, 0);
+static void begin_sum(summed_job *job) {
+    kv_checksum_begin(&job->state);
+    job->left = job->sum < job->sum_count ? job->sums[job->sum].bytes : 0;
 }
 
-/* What the head must say of rows that were summed. */
-static void finish_head(summed_job *job, uint8_t *head) {
-    kv_checksum_digest(&job->state, head + job->sum_at);
+static void sum_parts(summed_job *job, const struct iovec *parts, int from, int count) {
+    for (int i = from; i < count; i++) {
+        const uint8_t *bytes = parts[i].iov_base;
+        for (int64_t rest = (int64_t)parts[i].iov_len, size; rest; rest -= size, bytes += size) {
+            size = rest < job->left ? rest : job->left;
+            kv_checksum_update(&job->state, bytes, size, NULL, 0);
+            if (job->left -= size) continue;
+            kv_checksum_digest(&job->state, job->head + job->sums[job->sum++].at);
+            begin_sum(job);
+        }
+    }
+}
+
+/* The head's own sum, once those of the rows are in it. */
+static void finish_head(summed_job *job) {
     kv_checksum of_head;
     kv_checksum_begin(&of_head);
     const int64_t before = job->head_bytes - KV_CHECKSUM_BYTES;
-    kv_checksum_update(&of_head, head, before, NULL, 0);
-    kv_checksum_digest(&of_head, head + before);
+    kv_checksum_update(&of_head, job->head, before, NULL, 0);
+    kv_checksum_digest(&of_head, job->head + before);
 }
 
 /* Bytes of the next chunk, whose end lies on a whole page of the file unless it is the last. */
@@ -98,7 +116,7 @@ static int write_rows(summed_job *job) {
         if (!done) {
             /* As long as the rest is missing there is no head: whatever lay here is no frame from now on. */
             whole_head = taken == job->payload_bytes;
-            if (whole_head) finish_head(job, job->head);
+            if (whole_head) finish_head(job);
             parts[0].iov_base = whole_head ? job->head : (uint8_t *)zeros;
         }
         int64_t bytes = taken + (done ? 0 : job->head_bytes);
@@ -112,7 +130,7 @@ static int write_rows(summed_job *job) {
         offset += bytes;
     }
     if (whole_head) return 0;
-    finish_head(job, job->head);
+    finish_head(job);
     struct iovec head = {job->head, (size_t)job->head_bytes};
     return move_all(job, &head, 1, job->offset, 1);
 }
@@ -133,7 +151,7 @@ static int read_rows(summed_job *job, uint8_t *found) {
         offset += taken + (done ? 0 : job->head_bytes);
         done += taken;
     }
-    finish_head(job, job->head);
+    finish_head(job);
     return 0;
 }
 
@@ -157,31 +175,51 @@ static int take_rows(summed_job *job, PyObject *rows, int writing) {
     return PyErr_SetString(PyExc_ValueError, "rows: got no bytes, expected at least one"), -1;
 }
 
+/* Once head and rows are known. */
+static int take_sums(summed_job *job, PyObject *sums) {
+    if (!PyTuple_Check(sums)) return PyErr_SetString(PyExc_TypeError, "sums: expected a tuple of (at, bytes)"), -1;
+    const Py_ssize_t count = PyTuple_Size(sums);
+    int64_t rest = job->payload_bytes;
+    for (Py_ssize_t i = 0; i < count && i < SUMS_MOST; i++) {
+        long long at, bytes;
+        PyObject *pair = PyTuple_GetItem(sums, i);
+        if (!PyTuple_Check(pair)) return PyErr_SetString(PyExc_TypeError, "sums: expected a tuple of (at, bytes)"), -1;
+        if (!PyArg_ParseTuple(pair, "LL", &at, &bytes)) return -1;
+        if (at < 0 || at > job->head_bytes - 2 * KV_CHECKSUM_BYTES || bytes < 1 || bytes > rest) break;
+        job->sums[job->sum_count].at = at;
+        job->sums[job->sum_count++].bytes = bytes;
+        rest -= bytes;
+    }
+    if (rest || job->sum_count != count) {
+        PyErr_Format(PyExc_ValueError, "sums: got %zd; expected 1..%d inside the head, of parts that are the rows", count,
+                     SUMS_MOST);
+        return -1;
+    }
+    begin_sum(job);
+    return 0;
+}
+
 static int prepare(summed_job *job, Py_buffer *head, PyObject *const *arguments, int writing) {
     const long fd = PyLong_AsLong(arguments[0]);
     job->offset = PyLong_AsLongLong(arguments[1]);
-    job->sum_at = PyLong_AsLongLong(arguments[3]);
     if (PyErr_Occurred()) return -1;
     if (PyObject_GetBuffer(arguments[2], head, PyBUF_WRITABLE)) return -1;
-    if (fd < 0 || fd > INT32_MAX || job->offset < 0 || head->len > HEAD_MOST_BYTES || job->sum_at < 0 ||
-        job->sum_at > head->len - 2 * KV_CHECKSUM_BYTES) {
-        PyErr_Format(PyExc_ValueError,
-                     "got file %ld, offset %lld and a head of %zd bytes with a sum at %lld; expected 0 or more, at most "
-                     "%d bytes, and both sums inside",
-                     fd, (long long)job->offset, head->len, (long long)job->sum_at, HEAD_MOST_BYTES);
+    if (fd < 0 || fd > INT32_MAX || job->offset < 0 || head->len > HEAD_MOST_BYTES ||
+        head->len < 2 * KV_CHECKSUM_BYTES) {
+        PyErr_Format(PyExc_ValueError, "got file %ld, offset %lld and a head of %zd bytes; expected 0 or more, %d..%d bytes",
+                     fd, (long long)job->offset, head->len, 2 * KV_CHECKSUM_BYTES, HEAD_MOST_BYTES);
         return -1;
     }
     job->fd = (int)fd;
     job->head = head->buf;
     job->head_bytes = head->len;
-    kv_checksum_begin(&job->state);
-    return take_rows(job, arguments[4], writing);
+    return take_rows(job, arguments[4], writing) || take_sums(job, arguments[3]) ? -1 : 0;
 }
 
-static PyObject *summed_write(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *segments_write(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     (void)self;
     if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "expected summed_write(fd, offset, head, sum_at, rows, tail_bytes)");
+        PyErr_SetString(PyExc_TypeError, "expected segments_write(fd, offset, head, sums, rows, tail_bytes)");
         return NULL;
     }
     summed_job job = {.tail_bytes = PyLong_AsLongLong(arguments[5])};
@@ -204,10 +242,10 @@ static PyObject *summed_write(PyObject *self, PyObject *const *arguments, Py_ssi
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *summed_read(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *segments_read(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     (void)self;
     if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "expected summed_read(fd, offset, head, sum_at, rows)");
+        PyErr_SetString(PyExc_TypeError, "expected segments_read(fd, offset, head, sums, rows)");
         return NULL;
     }
     summed_job job = {.fd = -1};
@@ -234,10 +272,10 @@ static PyObject *summed_read(PyObject *self, PyObject *const *arguments, Py_ssiz
 }
 
 PyMethodDef kv_summed_methods[] = {
-    {"summed_write", (PyCFunction)(void (*)(void))summed_write, METH_FASTCALL,
-     "(fd, offset, head bytearray, sum_at, rows list of buffers, tail_bytes of zeros): fills in the sums, head last"},
-    {"summed_read", (PyCFunction)(void (*)(void))summed_read, METH_FASTCALL,
-     "(fd, offset, head bytearray, sum_at, rows list of buffers) -> None where the file has this head with the sums of "
+    {"segments_write", (PyCFunction)(void (*)(void))segments_write, METH_FASTCALL,
+     "(fd, offset, head bytearray, sums ((at, bytes), ...), rows list of buffers, tail_bytes of zeros): fills in the sums, head last"},
+    {"segments_read", (PyCFunction)(void (*)(void))segments_read, METH_FASTCALL,
+     "(fd, offset, head bytearray, sums ((at, bytes), ...), rows list of buffers) -> None where the file has this head with the sums of "
      "what was read, which are filled in; else the head that it has, b'' where the file ends before the rows do"},
     {NULL, NULL, 0, NULL},
 };

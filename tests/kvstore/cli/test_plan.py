@@ -61,6 +61,60 @@ def test_a_config_file_serves_as_well_as_a_name(tmp_path: Path, capsys: pytest.C
     assert settings[0] == settings[1]
 
 
+def traffic_of(folder: Path, *lines: dict[str, object]) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    return path
+
+
+def line_of(number: int, ids: list[int]) -> dict[str, object]:
+    return {"timestamp": number, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+
+
+SMALL = ("--model", "llama-3.1-8b", "--gpu-memory", "20GiB", "--gpus", "1", "--json", "-")
+
+
+def test_a_trace_is_replayed_on_the_planned_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the same hundred documents: 50 blocks of 512 tokens fit raw, all 100 do in INT4, or with host memory."""
+    lines = [line_of(number, [number % 100 + 1]) for number in range(200)]
+    words = ("plan", *SMALL, "--trace", str(traffic_of(tmp_path, *lines)), "--tier", "host=16GiB@20GB")
+    page = tmp_path / "plan.html"
+    assert main((*words, "--weights-bytes", "14.8GiB", "--codec", "raw,int4", "--html", str(page))) == 0
+    rows = json.loads(capsys.readouterr().out)["traffic"]
+    assert [one["name"] for one in rows] == ["raw", "raw + host", "int4", "int4 + host"]
+    assert [one["capacity_blocks"] for one in rows] == [51, 51, 177, 177]
+    assert [one["block_hit_ratio"] for one in rows] == [0.0, 0.5, 0.5, 0.5]
+    assert rows[1]["hit_ratio_by_tier"] == {"device": 0.0, "host": 0.5}
+    assert rows[0]["ttft_seconds_saved_mean"] == 0 < rows[1]["ttft_seconds_saved_mean"]
+    assert rows[1]["ttft_seconds_saved_mean"] < rows[2]["ttft_seconds_saved_mean"], "fetching costs time"
+    assert "Blocks of the trace that were hits, by tier" in page.read_text(encoding="utf-8")
+
+
+def test_the_replayed_times_are_the_plans_floors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = traffic_of(tmp_path, line_of(0, list(range(1, 17))))
+    assert main(("plan", *SMALL, "--weights-bytes", "10GiB", "--trace", str(path), "--codec", "raw")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["demand"]["context_tokens"] == 8192 == 16 * 512
+    assert plan["settings"][0]["ttft_bound_by"] == "compute"
+    replayed = plan["traffic"][0]["ttft_seconds_mean_without_cache"]
+    assert replayed == pytest.approx(plan["settings"][0]["ttft_floor_seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        (("host=1GiB@1GB", "disk=1GiB@1GB", "redis=1GiB@1GB"), "got 3 tiers; it is replayed with at most 2"),
+        (("host=1GiB",), "tier host has no bandwidth; expected host=size@bandwidth"),
+    ],
+)
+def test_tiers_that_no_trace_can_be_replayed_with(
+    tiers: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for tier in tiers for word in ("--tier", tier)]
+    assert main(("plan", *SMALL, "--trace", str(traffic_of(tmp_path, line_of(0, [1]))), *words)) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_exit_code_1_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*SHOWN, "--gpu", "l4", "--gpus", "1")) == 1
     assert "nothing is left for KV" in capsys.readouterr().out
@@ -83,6 +137,7 @@ def test_exit_code_1_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> No
         (("--model", "llama-3.1-8b", "--weights-bytes", "-1"), "weights-bytes: got '-1'"),
         (("--model", "llama-3.1-8b", "--tier", "host"), "tier: got 'host'; expected name=size"),
         (("--model", "llama-3.1-8b", "--tier", "host=1GiB@0"), "expected a bandwidth above 0"),
+        (("--model", "llama-3.1-8b", "--trace", "/no/such/trace"), "No such file or directory; expected a trace"),
         (("--model", "llama-3.1-8b", "--json", "/no/such/folder/plan.json"), "there is no folder"),
     ],
 )

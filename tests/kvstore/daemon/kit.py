@@ -26,8 +26,10 @@ PAYLOAD_BYTES = 4096
 
 
 def settings(directory: Path, host_bytes: int = 4 << 20, **changes: Any) -> DaemonSettings:
+    """All that is stored is written below, unless spill_policy says otherwise."""
     changes.setdefault("socket_path", str(directory / "d.sock"))
-    return DaemonSettings(store=KVStoreConfig(host_bytes=host_bytes), **changes)
+    store = KVStoreConfig(host_bytes=host_bytes, spill_policy=changes.pop("spill_policy", "everything"))
+    return DaemonSettings(store=store, **changes)
 
 
 def put(tier: DaemonTier, keys: Sequence[CopyKey], size: int = PAYLOAD_BYTES) -> list[ResultCode]:
@@ -56,11 +58,12 @@ def until(condition: Callable[[], object], seconds: float = 5.0, what: str = "")
 
 
 class ServeProcess:
-    """`kvstore serve` in a process of its own."""
+    """`kvstore serve` in a process of its own; all that is stored is written below, unless `environ` says otherwise."""
 
     def __init__(self, socket_path: Path, *arguments: str, wait: bool = True, environ: dict[str, str] | None = None):
         command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        kept["KVSTORE_SPILL_POLICY"] = "everything"
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=kept | (environ or {})
         )

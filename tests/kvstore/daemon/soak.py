@@ -3,7 +3,8 @@
     python -m tests.kvstore.daemon.soak --seconds 600
 
 Content is derived from the key, so a wrong byte is seen by whoever reads it. At the end no lease, slot, segment of a
-dead client or descriptor may be left, and the daemon's memory must be as it was after a warm-up, within 2 %.
+dead client or descriptor may be left, and the daemon's memory must be as it was after a warm-up, within 2 %. A run of
+less than five minutes is still filling its tables and is not judged by memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, until
 CLIENTS = 8
 _KEYS = 1500
 _SIZES = (3000, 20_000, 60_000)
+_LEAST_JUDGED_SECONDS = 300
 _WARM_UP = 0.4  # share of the time after which memory is first looked at
 
 
@@ -156,7 +158,7 @@ def main() -> int:
         return client(asked.client, asked.seed)
     report = soak(asked.seconds)
     print(json.dumps(report))
-    if abs(float(str(report["rss_growth"]))) > 0.02:
+    if asked.seconds >= _LEAST_JUDGED_SECONDS and abs(float(str(report["rss_growth"]))) > 0.02:
         print("the daemon's memory is not flat within 2 %", file=sys.stderr)
         return 1
     return 0

@@ -20,6 +20,7 @@ import pytest
 from allocator.errors import ConfigError, TierError, UsageError
 from kvstore.config import KVStoreConfig
 from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
+from kvstore.daemon.segments import SegmentMemory
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import PutItem, ResultCode
@@ -374,3 +375,17 @@ def test_a_daemon_that_stops_refuses_new_clients(tmp_path: Path) -> None:
     assert tier.contains([key_of(1)]) == [False]
     tier.close()
     client.close()
+
+
+def test_the_first_store_finds_room_however_long_memory_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(size_bytes: int) -> SegmentMemory:
+        time.sleep(0.1)
+        return SegmentMemory(size_bytes)
+
+    monkeypatch.setattr("kvstore.daemon.core.SegmentMemory", slow)
+    daemon = Daemon(settings(tmp_path, 1 << 20, segment_bytes=1 << 20))
+    daemon.start()
+    tier = DaemonTier(daemon.settings.socket_path)
+    assert put(tier, [key_of(1)]) == [ResultCode.OK]
+    tier.close()
+    daemon.stop()

@@ -198,3 +198,22 @@ def test_a_domain_below_its_share_gets_segments_from_the_largest(tmp_path: Path)
     daemon.stop()
     for arena in core.arenas.values():
         arena.check()
+
+
+def test_only_what_is_used_again_is_written_below(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "disk", 32 << 20, ThreadExecutor("disk"))
+    daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20, spill_policy="reuse"), [disk])
+    daemon.start()
+    first, second = (DaemonTier(daemon.settings.socket_path, name=name) for name in ("first", "second"))
+    read, touched, again, once = ([key_of(100 * part + n) for n in range(5)] for part in range(4))
+    assert put(first, [*read, *touched, *again, *once]) == [OK] * 20
+    assert get(second, read) == [OK] * 5
+    assert get(second, read) == [OK] * 5
+    second.touch(touched)
+    assert put(second, again) == [OK] * 5, "computed by another engine, too"
+    until(lambda: daemon.stats()["tiers"]["disk"]["counts"].get("spilled") == 15)
+    assert [all(disk.contains(keys)) for keys in (read, touched, again, once)] == [True, True, True, False]
+    assert disk.contains(once) == [False] * 5
+    for tier in (first, second):
+        tier.close()
+    daemon.stop()

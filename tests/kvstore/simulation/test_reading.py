@@ -16,13 +16,7 @@ BAILIAN = {
     "turn": 1, "hash_ids": [1, 2, 3],
 }  # fmt: skip
 HEADER = {"format": "kvstore-trace", "version": 1, "block_tokens": 16}
-RECORDED = {
-    "seconds": 0.5,
-    "input_tokens": 33,
-    "output_tokens": 4,
-    "hashes": "00" * 7 + "01" + "ff" * 8,
-    "session": "a",
-}
+RECORDED = {"timestamp": 500, "input_length": 33, "output_length": 4, "hash_ids": [1, 2**64 - 1], "session": 10}
 
 
 def write(folder: Path, *lines: object) -> Path:
@@ -47,9 +41,24 @@ def test_bailian_tells_sessions(tmp_path: Path) -> None:
 
 
 def test_recorded(tmp_path: Path) -> None:
-    trace = read(write(tmp_path, HEADER, RECORDED, {**RECORDED, "seconds": 1, "unknown": True}))
+    trace = read(write(tmp_path, HEADER, RECORDED, {**RECORDED, "timestamp": 1000, "unknown": True}))
     assert (trace.block_tokens, trace.unique_count, len(trace)) == (16, 2, 2)
+    assert (trace.seconds.tolist(), trace.sessions.tolist()) == ([0.5, 1.0], [10, 10])
     assert replay(trace, Setting(policy="lru", capacity_percent=100)).block_hit_ratio == 0.5
+
+
+def test_recorded_lines_are_put_in_order_of_arrival(tmp_path: Path) -> None:
+    """They stand in the file in order of their ends."""
+    lines = [
+        {"timestamp": stamp, "input_length": 16 * len(ids), "output_length": stamp, "hash_ids": ids}
+        for stamp, ids in ((30, [1, 2, 3]), (10, [4]), (20, []), (10, [5, 6]), (0, [7]))
+    ]
+    lines[2]["input_length"] = 9
+    trace = read(write(tmp_path, HEADER, *lines))
+    in_order = read(write(tmp_path, HEADER, *(lines[place] for place in (4, 1, 3, 2, 0))))
+    assert trace.output_tokens.tolist() == [0, 10, 10, 20, 30]
+    for column in ("keys", "starts", "full_counts", "input_tokens", "output_tokens", "seconds"):
+        assert getattr(trace, column).tolist() == getattr(in_order, column).tolist(), column
 
 
 @pytest.mark.parametrize(
@@ -78,9 +87,12 @@ def test_recorded(tmp_path: Path) -> None:
         ([BAILIAN, BAILIAN], "line 2: got chat_id 7 again"),
         ([{**HEADER, "version": 2}], "line 1: got format 'kvstore-trace' version 2"),
         ([{**HEADER, "block_tokens": 0}], "line 1: block_tokens: got 0"),
-        ([HEADER, {**RECORDED, "hashes": "00"}], "line 2: hashes: got '00'; expected 16 hexadecimal digits a block"),
-        ([HEADER, {**RECORDED, "hashes": "zz" * 8}], "line 2: hashes or session: expected hexadecimal digits only"),
-        ([HEADER, {**RECORDED, "session": 5}], "line 2: hashes or session: expected hexadecimal digits only"),
+        ([HEADER, {**RECORDED, "hash_ids": [1]}], "line 2: hash_ids: got 1 for 33 tokens in blocks of 16; expected"),
+        ([HEADER, {**RECORDED, "hash_ids": [1, -2]}], "line 2: hash_ids: got -2"),
+        ([HEADER, RECORDED, {**RECORDED, "timestamp": 0.5}], "line 3: timestamp: got 0.5; expected an int in [0, "),
+        ([HEADER, {**RECORDED, "session": "a"}], "line 2: session: got 'a'"),
+        ([HEADER, {**RECORDED, "input_length": 0}], "line 2: input_length: got 0; expected an int in [1, "),
+        ([HEADER, RECORDED, "{"], "line 3: got what is no JSON"),
         ([HEADER], "got no request"),
         ([""], "line 1: got what is no JSON"),
     ],

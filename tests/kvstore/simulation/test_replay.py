@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from allocator import LRU
+from allocator import LRU, ConfigError
 from kvstore.simulation import BOUND, POLICIES, WORKLOADS, Setting, Trace, generate, replay
 from kvstore.simulation.belady import bound_hits
 from kvstore.simulation.hosts import Host
@@ -145,6 +145,18 @@ def test_lower_tiers_add_hits_and_every_byte_is_counted() -> None:
     assert tiers.spilled_bytes >= tiers.evictions / 2
     assert alone.spilled_bytes == alone.fetched_bytes == 0
     assert tiers.ttft_seconds_mean < alone.ttft_seconds_mean < alone.ttft_seconds_mean_without_cache
+
+
+def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies() -> None:
+    trace = generate("mixture", 600, seed=8)
+    for tiers, is_same in (({}, True), ({"host_blocks": 1_500}, False)):
+        rows = [
+            replay(trace, Setting(capacity_percent=5, price=price, host_blocks=tiers.get("host_blocks", 0)))
+            for price in ("uniform", "cost")
+        ]
+        assert (rows[0].evictions == rows[1].evictions) is is_same
+    with pytest.raises(ConfigError, match="price: got 'dear'; expected one of uniform, cost"):
+        Setting(capacity_percent=5, price="dear")
 
 
 def test_hosts_lose_hits_to_random_routing_and_keep_them_by_session_and_prefix() -> None:

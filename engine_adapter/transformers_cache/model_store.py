@@ -1,0 +1,211 @@
+"""A store for one transformers model, and the caches over it that `generate` takes.
+
+The model gets two forward hooks that act only on passes with one of our caches. Before the pass: the tokens fed are
+read from its arguments, since K and V alone would not say what they are; for a fresh cache, what the store has of the
+prompt is taken over and cut off the arguments. After it: every layer must have updated the cache.
+
+Used by one thread, the one that runs the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allocator import ConfigError, GroupKind, IntegrityError, UsageError
+from engine_adapter.attention import AttentionBackend, get_backend
+from engine_adapter.model_geometry import geometry_from_config, refuse_model
+from engine_adapter.paged_cache import PagedCache
+from engine_adapter.transformers_cache.arguments import read_arguments
+from engine_adapter.transformers_cache.paged_function import ATTENTION_NAME, cache_attention, can_absorb, current_pass
+from engine_adapter.transformers_cache.passes import ForwardPass
+from engine_adapter.transformers_cache.rows import Rows
+from engine_adapter.transformers_cache.store_cache import StoreCache
+from kvstore import Identity, KVStore, KVStoreConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allocator import KVGeometry
+    from kvstore.tier import Tier
+
+_NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+class ModelStore:
+    """Opens a store for `model`; `cache()` makes what `model.generate(..., cache=...)` takes.
+
+    model: a causal language model of transformers, in eval mode. config: memory, tiers and codec, as everywhere.
+    paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
+    attention; until `close` the model then needs a cache of ours. weights: digest or revision of the weights; by
+    default a SHA-256 over all of them in memory and the model's config, once. adapter, tenant: see Identity. tiers:
+    instead of the config's.
+
+    Raises ConfigError, naming the model, where reuse would be silently wrong.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: KVStoreConfig | None = None,
+        *,
+        block_tokens: int = 16,
+        paged: bool = False,
+        weights: str | None = None,
+        adapter: object = None,
+        tenant: str | None = None,
+        tiers: Sequence[Tier] | None = None,
+    ) -> None:
+        self.model = model
+        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=True, sharing=not paged)
+        self._backend: AttentionBackend | None = None
+        if paged:
+            refuse_model(model)
+            _refuse_latents(model, self.geometry)
+            self._backend = get_backend(None, str(model.device))
+        self.identity = Identity(
+            model=type(model).__name__,
+            weights=weights or weights_in_memory(model),
+            geometry=self.geometry,
+            adapter=adapter,
+            tenant=tenant,
+        )
+        self._refuse_unnamed_adapter(self.identity)
+        self.store = KVStore(self.geometry, self.identity, config, device=str(model.device), tiers=tiers)
+        if self.store.slab is None:
+            raise ConfigError("the store has no device memory: give config.device_bytes")
+        self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
+        self._windows = {layer: group.window_tokens for group in self.geometry.groups for layer in group.layers}
+        self._layer_count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._caches: weakref.WeakSet[StoreCache] = weakref.WeakSet()
+        self._dropped: deque[Rows] = deque()
+        self._own_attention = str(model.config._attn_implementation)
+        if paged:
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(ATTENTION_NAME, cache_attention)
+            model.set_attn_implementation(ATTENTION_NAME)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def cache(self, *, exact: bool = False, adapter: object = None, tenant: str | None = None) -> StoreCache:
+        """A fresh cache, for one call of `generate` or one conversation.
+
+        exact: reuse only what was computed in full precision, and keep it so. adapter, tenant: others than the store's.
+        """
+        self._end_dropped()
+        identity = None
+        if adapter is not None or tenant is not None:
+            identity = replace(
+                self.identity, adapter=adapter or self.identity.adapter, tenant=tenant or self.identity.tenant
+            )
+        self._refuse_unnamed_adapter(identity or self.identity)
+        rows = Rows(self.store, self._paged, exact=exact, identity=identity)
+        cache = StoreCache(rows, self._windows, self._layer_count)
+        self._caches.add(cache)
+        ending = weakref.finalize(cache, self._dropped.append, rows)
+        ending.atexit = False
+        return cache
+
+    def close(self) -> None:
+        """End all caches, write down what is worth it, give the model its own attention back. Idempotent."""
+        for cache in list(self._caches):
+            cache.finish()
+        self._end_dropped()
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks and self._backend is not None:
+            self.model.set_attn_implementation(self._own_attention)
+        self._hooks = []
+        self.store.close()
+
+    def __enter__(self) -> ModelStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            self._dropped.popleft().finish()
+
+    def _refuse_unnamed_adapter(self, identity: Identity) -> None:
+        if getattr(self.model, "peft_config", None) and identity.adapter is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} carries adapters {sorted(self.model.peft_config)}: name the active one "
+                "with adapter=(name, id, digest), or its KV would be taken for the plain model's"
+            )
+
+    # ---- hooks
+
+    def _ours(self, kwargs: dict[str, Any]) -> StoreCache | None:
+        """The cache of a call, if this ModelStore made it; others have hooks of their own."""
+        given = next((kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        return given if isinstance(given, StoreCache) and given in self._caches else None
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        cache = self._ours(kwargs)
+        if cache is None:
+            return None
+        if model.training:
+            raise UsageError("the model is in training mode, where dropout changes its KV; call model.eval() first")
+        self._end_dropped()
+        rows = cache.rows
+        rows.settle()
+        given = read_arguments(args, kwargs, rows.columns, rows.rows)
+        if not rows.rows:
+            given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()))
+        for row, pad in zip(rows.rows, given.pads, strict=True):
+            if not row.ids:
+                row.pad = pad
+        tokens = given.tokens()
+        rows.begin_pass(tokens)
+        fed = [len(part) for part in tokens]
+        columns = (rows.columns, given.columns)
+        cache.running = ForwardPass(self.store, self._paged, rows.rows, fed, columns, self._backend)
+        return given.args, given.kwargs
+
+    def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = self._ours(kwargs)
+        if cache is None or cache.running is None:
+            return
+        step, cache.running = cache.running, None
+        current_pass.set(None)
+        if output is None:  # the pass failed: the next step takes back what it wrote
+            return
+        missing = sorted(set(self._windows) - step.reached)
+        if missing:
+            cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"
+            raise IntegrityError(f"layers {missing} of {type(model).__name__} never updated the cache in this pass")
+        cache.rows.end_pass(step.new_columns)
+
+
+def _refuse_latents(model: Any, geometry: KVGeometry) -> None:
+    """ConfigError for a model with latents whose attention modules are not built as the absorbed form expects."""
+    if not any(group.kind is GroupKind.LATENT for group in geometry.groups):
+        return
+    modules = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
+    if not modules or not all(can_absorb(module) for module in modules):
+        raise ConfigError(
+            f"{type(model).__name__} keeps latents, and its attention is not built like DeepSeek's (kv_b_proj, "
+            "expand_kv): open its ModelStore with paged=False, which keeps latents too"
+        )
+
+
+def weights_in_memory(model: Any) -> str:
+    """SHA-256 (hex) over all weights as they are now, and over what the config says of how they are used."""
+    told = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_ABOUT_KV}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,136 @@
+"""Admin calls as they come over HTTP: bodies of a fixed form, roots and blocks that may be named by their beginning.
+
+Any thread; a call may wait for a lower tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from allocator.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvstore.copy_key import CopyKey
+    from kvstore.daemon.server import Daemon
+
+_Hex = Annotated[str, Meta(min_length=8, max_length=64, pattern="^([0-9a-f]{2})+$")]
+_Name = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*$")]
+_MOST_PINNED = 1 << 20
+
+
+class Flush(Struct, frozen=True, forbid_unknown_fields=True):
+    """root: of a namespace, or its first bytes where they are unique in shared memory; "all": everything."""
+
+    root: Annotated[str, Meta(pattern="^(all|([0-9a-f]{2}){4,32})$")]
+    domain: _Name = ""
+
+
+class Pin(Struct, frozen=True, forbid_unknown_fields=True):
+    """A block, and what was stored behind it, for so long and as much as fits."""
+
+    root: _Hex
+    block: _Hex
+    seconds: Annotated[float, Meta(gt=0, le=30 * 86400)]
+    budget_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    name: _Name = ""
+    domain: _Name = ""
+
+
+class Unpin(Struct, frozen=True, forbid_unknown_fields=True):
+    name: _Name = ""
+
+
+class Quota(Struct, frozen=True, forbid_unknown_fields=True):
+    tenant: _Name
+    quota_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class DropTier(Struct, frozen=True, forbid_unknown_fields=True):
+    tier: _Name
+
+
+class Reload(Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class AdminCalls:
+    """See the module. reload: reads the settings file again; None where there is none."""
+
+    def __init__(self, daemon: Daemon, reload: Callable[[], None] | None) -> None:
+        self._daemon = daemon
+        self._reload_settings = reload
+        self._calls: dict[str, tuple[type[Struct], Callable[[Any], dict[str, Any]]]] = {
+            "flush": (Flush, self._flush),
+            "pin": (Pin, self._pin),
+            "unpin": (Unpin, self._unpin),
+            "quota": (Quota, self._quota),
+            "drop-tier": (DropTier, self._drop_tier),
+            "reload": (Reload, self._reload),
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._calls)
+
+    def call(self, name: str, body: bytes) -> dict[str, Any]:
+        """KVError or msgspec's: nothing was done, or (TierError) not everywhere."""
+        form, work = self._calls[name]
+        return work(msgspec.json.decode(body or b"{}", type=form))
+
+    def _flush(self, asked: Flush) -> dict[str, Any]:
+        if asked.root == "all":
+            return {"flushed_copies": self._daemon.admin.flush_all()}
+        root = self._root(asked.root, asked.domain)
+        return {"flushed_copies": self._daemon.admin.flush(root, domain=asked.domain)}
+
+    def _pin(self, asked: Pin) -> dict[str, Any]:
+        root = self._root(asked.root, asked.domain)
+        keys = self._prefix(root, bytes.fromhex(asked.block), asked.domain)
+        return self._daemon.admin.pin(
+            keys, seconds=asked.seconds, budget_bytes=asked.budget_bytes, name=asked.name, domain=asked.domain
+        )
+
+    def _unpin(self, asked: Unpin) -> dict[str, Any]:
+        return {"unpinned": self._daemon.admin.unpin(asked.name)}
+
+    def _quota(self, asked: Quota) -> dict[str, Any]:
+        self._daemon.admin.set_quota(asked.tenant, asked.quota_bytes)
+        return {"tenant": asked.tenant, "quota_bytes": asked.quota_bytes}
+
+    def _drop_tier(self, asked: DropTier) -> dict[str, Any]:
+        self._daemon.admin.drop_tier(asked.tier)
+        return {"dropped": asked.tier}
+
+    def _reload(self, _asked: Reload) -> dict[str, Any]:
+        if self._reload_settings is None:
+            raise UsageError("reload: this daemon was started without settings that could be read again")
+        self._reload_settings()
+        return {"quotas": dict(self._daemon.core.quotas)}
+
+    def _root(self, text: str, domain: str) -> bytes:
+        """The one root in shared memory that begins so; a whole one needs no copy there."""
+        start = bytes.fromhex(text)
+        if len(start) == 32:
+            return start
+        arena = self._daemon.core.arenas.get(domain)
+        families = [] if arena is None else list(arena.families)
+        found = {root for family in families if isinstance(root := family[0], bytes) and root.startswith(start)}
+        if len(found) != 1:
+            raise UsageError(f"root: got {text!r}, with which {len(found)} roots in shared memory begin; expected one")
+        return found.pop()
+
+    def _prefix(self, root: bytes, start: bytes, domain: str) -> list[CopyKey]:
+        core = self._daemon.core
+        arena = core.arenas.get(domain)
+        families = [] if arena is None else [rows for name, rows in list(arena.families.items()) if name[0] == root]
+        blocks = {hash for rows in families for hash in list(rows) if hash.startswith(start)}
+        if arena is None or len(blocks) != 1:
+            raise UsageError(
+                f"block: got {start.hex()!r}, with which {len(blocks)} blocks of that root begin; expected one"
+            )
+        with core.lock:
+            return arena.behind(root, blocks.pop(), _MOST_PINNED)

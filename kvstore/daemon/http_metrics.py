@@ -1,0 +1,197 @@
+"""A daemon's statistics as Prometheus series. docs/how-to/daemon.md says what each means.
+
+Counters end in _total and never go back, whatever happens to what they are summed from; everything in one answer is of
+one moment, so hits are never more than what was asked for. Labels have bounded values. Any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.daemon.tally import MISS_CAUSES, OTHERS
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_VALUES = 200  # of a label that clients can name
+
+_Row = tuple[tuple[str, ...], float]
+
+
+class _Series(NamedTuple):
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+SERIES = {
+    "lookups": _Series("counter", "Lookups answered"),
+    "lookup_blocks": _Series("counter", "Blocks that were looked up: hits and misses"),
+    "lookup_hit_blocks": _Series("counter", "Blocks that a tier had", ("tier",)),
+    "lookup_missed_blocks": _Series("counter", "Blocks that no tier had, by why the lookup ended there", ("cause",)),
+    "reused_tokens": _Series("counter", "Tokens whose copies clients read"),
+    "saved_prefill_seconds": _Series("counter", "Time that computing these would have taken, as clients told it"),
+    "client_bytes": _Series("counter", "Bytes that clients stored in shared memory and read from it", ("kind",)),
+    "tier_bytes": _Series("counter", "Bytes moved between shared memory and a lower tier", ("tier", "kind")),
+    "tier_copies": _Series("counter", "Copies on their way down or up, by what became of them", ("tier", "outcome")),
+    "evicted_blocks": _Series("counter", "Copies evicted from shared memory", ("domain",)),
+    "segments_recalled": _Series("counter", "Segments that one client had to give up for another", ("domain",)),
+    "refused": _Series("counter", "Requests and connections refused or slowed", ("cause",)),
+    "corrupt_blocks": _Series("counter", "Copies in shared memory with wrong bytes; served to nobody", ("cause",)),
+    "tenant_blocks": _Series("counter", "Blocks of lookups and reads", ("tenant", "kind")),
+    "tier_up": _Series("gauge", "1: usable; 0: down or dropped", ("tier",)),
+    "tier_used_bytes": _Series("gauge", "Bytes in use", ("tier",)),
+    "tier_capacity_bytes": _Series("gauge", "Byte budget; 0: no limit of our own", ("tier",)),
+    "tier_queued_bytes": _Series("gauge", "Bytes that wait to be written down", ("tier",)),
+    "tier_queue_depth": _Series("gauge", "Copies that wait or are under way", ("tier", "queue")),
+    "class_used_bytes": _Series("gauge", "Shared memory in use by codec", ("codec",)),
+    "reserved_bytes": _Series("gauge", "Shared memory reserved from the system"),
+    "tenant_used_bytes": _Series("gauge", "Shared memory in use", ("tenant",)),
+    "tenant_quota_bytes": _Series("gauge", "Quota; 0: none", ("tenant",)),
+    "clients": _Series("gauge", "Connections"),
+    "leases": _Series("gauge", "Leases held", ("kind",)),
+    "quarantined_slots": _Series("gauge", "Slots whose writer neither finished nor died"),
+    "ready": _Series("gauge", "1: clients can connect and store"),
+    "start_time_seconds": _Series("gauge", "When this daemon started, in Unix time"),
+}  # fmt: skip
+
+
+class DaemonMetrics(Collector):
+    """See the module. stats: gives Daemon.stats()."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._highest: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._names: dict[str, None] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering it reads nothing
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:  # one scrape after the other: what is read later is never published before
+            rows = self._rows(self._stats())
+        for name, series in SERIES.items():
+            kind = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
+            family = kind(f"kvstore_{name}", series.help, labels=series.labels)
+            for labels, value in rows[name]:
+                family.add_metric(labels, value)
+            yield family
+
+    def _rows(self, stats: dict[str, Any]) -> dict[str, list[_Row]]:
+        rows = (
+            _lookups(stats["lookups"], dict.fromkeys(stats["tiers"], 0))
+            | _tiers(stats["tiers"])
+            | _arenas(stats["arenas"])
+        )
+        rows |= self._tenants(stats["tenants"]) | _state(stats)
+        for name, series in SERIES.items():
+            if series.kind == "counter":
+                rows[name] = [(labels, self._risen(name, labels, value)) for labels, value in rows[name]]
+        return rows
+
+    def _risen(self, name: str, labels: tuple[str, ...], value: float) -> float:
+        highest = self._highest[name, labels] = max(value, self._highest.get((name, labels), 0))
+        return highest
+
+    def _tenants(self, tenants: dict[str, Any]) -> dict[str, list[_Row]]:
+        """The first tenants keep series of their own; those that come after the limit share one."""
+        used: dict[str, float] = {}
+        quotas: dict[str, float] = {}
+        blocks: dict[tuple[str, str], float] = {}
+        for tenant, one in tenants.items():
+            if tenant not in self._names and len(self._names) < _MOST_VALUES:
+                self._names[tenant] = None
+            name = tenant if tenant in self._names else OTHERS
+            used[name] = used.get(name, 0) + one["used_bytes"]
+            quotas[name] = one["quota_bytes"] if name == tenant else 0
+            for kind in ("hit_blocks", "missed_blocks", "read_blocks", "quota_refused"):
+                label = kind.removesuffix("_blocks")
+                blocks[name, label] = blocks.get((name, label), 0) + one["counts"].get(kind, 0)
+        return {
+            "tenant_used_bytes": [((name,), value) for name, value in used.items()],
+            "tenant_quota_bytes": [((name,), value) for name, value in quotas.items()],
+            "tenant_blocks": list(blocks.items()),
+        }
+
+
+def _lookups(one: dict[str, Any], no_hits: dict[str, int]) -> dict[str, list[_Row]]:
+    """Every tier and cause has its series from the start: a rate does not see the first rise of a new one."""
+    return {
+        "lookups": [((), one["lookups"])],
+        "lookup_blocks": [((), one["asked_blocks"])],
+        "lookup_hit_blocks": [((tier,), blocks) for tier, blocks in (no_hits | one["hit_blocks"]).items()],
+        "lookup_missed_blocks": [((cause,), one["missed_blocks"].get(cause, 0)) for cause in MISS_CAUSES],
+        "reused_tokens": [((), one["reused_tokens"])],
+        "saved_prefill_seconds": [((), one["saved_prefill_seconds"])],
+        "client_bytes": [(("stored",), one["stored_bytes"]), (("read",), one["read_bytes"])],
+    }
+
+
+def _tiers(tiers: dict[str, Any]) -> dict[str, list[_Row]]:
+    lowers = {name: one for name, one in tiers.items() if "counts" in one}
+    outcomes = {
+        name: {cause: count for cause, count in one["counts"].items() if not cause.endswith("_bytes")}
+        for name, one in lowers.items()
+    }
+    return {
+        "tier_up": [((name,), float(one["state"] == "ok")) for name, one in tiers.items()],
+        "tier_used_bytes": [((name,), one["used_bytes"]) for name, one in tiers.items()],
+        "tier_capacity_bytes": [((name,), one["capacity_bytes"]) for name, one in tiers.items()],
+        "tier_queued_bytes": [((name,), one["queued_bytes"]) for name, one in lowers.items()],
+        "tier_queue_depth": [
+            ((name, queue), depth) for name, one in lowers.items() for queue, depth in one["queues"].items()
+        ],
+        "tier_bytes": [
+            ((name, kind), one["counts"].get(f"{kind}_bytes", 0))
+            for name, one in lowers.items()
+            for kind in ("spilled", "fetched")
+        ],
+        "tier_copies": [((name, cause), count) for name, counts in outcomes.items() for cause, count in counts.items()],
+    }
+
+
+def _arenas(arenas: dict[str, Any]) -> dict[str, list[_Row]]:
+    codecs: dict[str, float] = {}
+    for one in arenas.values():
+        for codec, size in one["codec_bytes"].items():
+            codecs[codec] = codecs.get(codec, 0) + size
+    return {
+        "class_used_bytes": [((codec,), size) for codec, size in codecs.items()],
+        "evicted_blocks": [((name,), one["counts"].get("evicted", 0)) for name, one in arenas.items()],
+        "segments_recalled": [((name,), one["counts"].get("segments_recalled", 0)) for name, one in arenas.items()],
+    }
+
+
+def _state(stats: dict[str, Any]) -> dict[str, list[_Row]]:
+    counts, leases = stats["counts"], stats["leases"]
+    slowed = ("throttled", "accepts_delayed")
+    held = {"read": "read_copies", "write": "write_slots", "pin": "pinned_copies"}
+    return {
+        "refused": [
+            ((cause.removeprefix("refused_"),), count)
+            for cause, count in counts.items()
+            if cause.startswith("refused_") or cause in slowed
+        ],
+        "corrupt_blocks": [
+            ((cause.removeprefix("corrupt_"),), count)
+            for cause, count in counts.items()
+            if cause.startswith("corrupt_")
+        ],
+        "reserved_bytes": [((), stats["budget"]["reserved_bytes"])],
+        "clients": [((), stats["connections"])],
+        "leases": [((kind,), leases[name]) for kind, name in held.items()],
+        "quarantined_slots": [((), leases["quarantined_slots"])],
+        "ready": [((), float(stats["ready"]))],
+        "start_time_seconds": [((), stats["time_seconds"] - stats["uptime_seconds"])],
+    }  # fmt: skip

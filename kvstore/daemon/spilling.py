@@ -1,0 +1,39 @@
+"""Which copies of the arena are written to the tiers below, and when: with the policy of a store in process.
+
+Stored, read, touched or stored once more by another client: each is a use, and what the policy admits then is offered
+to every tier below, once. Under the daemon's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.costs import CostModel
+from kvstore.tier_admission import Candidate, Cause, make_admission
+
+if TYPE_CHECKING:
+    from kvstore.config import KVStoreConfig
+    from kvstore.daemon.arena import ArenaEntry, ArenaIndex
+    from kvstore.daemon.lower import LowerTier
+
+
+class Spilling:
+    """See the module. What a copy costs to read is weighed by the clients, so every one is taken to be worth it."""
+
+    def __init__(self, lowers: Sequence[LowerTier], store: KVStoreConfig) -> None:
+        self._lowers = lowers
+        costs = CostModel(prefill_tokens_per_second=store.prefill_tokens_per_second, always_load=True)
+        self._admission = make_admission(store.spill_policy, costs)
+
+    def note_use(self, arena: ArenaIndex, entries: Sequence[ArenaEntry]) -> None:
+        if not self._lowers:
+            return
+        self._admission.note_use([entry.key.hash for entry in entries])
+        fresh = [entry for entry in entries if not entry.is_offered]
+        wanted = [Candidate(one.key.hash, Cause.COMPUTED, one.form.block_tokens, one.size_bytes) for one in fresh]
+        for lower in self._lowers if fresh else ():
+            for entry, is_wanted in zip(fresh, self._admission.admits(lower.tier.name, wanted), strict=True):
+                if is_wanted:
+                    entry.is_offered = True
+                    lower.offer(arena, entry)

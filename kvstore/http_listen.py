@@ -1,0 +1,91 @@
+"""Runs an application with uvicorn, in the foreground or on a thread. The one file that imports it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import uvicorn
+from starlette.applications import Starlette
+
+from allocator.errors import TierError
+
+_CONNECTIONS = 64
+_LONGEST_HEAD_BYTES = 16 << 10
+_IDLE_SECONDS = 5
+_START_SECONDS = 10.0
+
+
+class _Announcing(uvicorn.Server):
+    """Says where it listens as soon as it does, on one line that a script can wait for."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for one in server.sockets:
+                print(f"listening on {_url(one)}", flush=True)
+
+
+def serve(app: Starlette, host: str, port: int) -> None:
+    """Until a signal. Open answers get a few seconds to end."""
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"
+    )
+    _Announcing(config).run()
+
+
+class ThreadServer:
+    """Serves on a thread of its own from construction to close. TierError when the address cannot be had."""
+
+    def __init__(self, app: Starlette, host: str, port: int) -> None:
+        self._sock = _bound(host, port)
+        self.url = _url(self._sock)
+        config = uvicorn.Config(
+            app,
+            log_level="critical",
+            access_log=False,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            limit_concurrency=_CONNECTIONS,
+            h11_max_incomplete_event_size=_LONGEST_HEAD_BYTES,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._sock],), name="kvstore-http", daemon=True)
+        self._thread.start()
+        until = time.monotonic() + _START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > until:
+                self._sock.close()
+                raise TierError(f"http {self.url}: the server did not start")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(5.0)
+        self._sock.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(*found[:3])
+    except OSError as error:
+        raise TierError(f"http {host}:{port}: no such address ({error.strerror})") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(found[4])
+    except OSError as error:
+        sock.close()
+        raise TierError(f"http {host}:{port}: cannot listen there ({error.strerror})") from error
+    return sock
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

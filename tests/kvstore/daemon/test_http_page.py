@@ -1,0 +1,151 @@
+"""The live page in a real headless browser: real figures, live, a tier that goes down, and nothing that runs or loads
+from elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvstore.daemon import DaemonTier
+from kvstore.daemon.http_page import content_security_policy, live_page
+from kvstore.testing.transfer_contract import key_of
+from kvstore.tier import ResultCode
+from tests.kvstore.daemon.browser import Browser
+from tests.kvstore.daemon.http_kit import served
+from tests.kvstore.daemon.kit import get, put, until
+from tests.servers import Server
+
+OK = ResultCode.OK
+HOSTILE = '<img src=x onerror="window.hit=1">'
+
+
+@contextmanager
+def working(path: str, tenant: str) -> Iterator[None]:
+    """A client that looks up, stores and reads all the while."""
+    stop = threading.Event()
+
+    def work() -> None:
+        tier = DaemonTier(path, tenant=tenant, fetch_seconds=0.2)
+        tier.note_prefill_speed(500.0)
+        number = 0
+        while not stop.is_set():
+            keys = [key_of(100 * (number % 6) + at) for at in range(20)]
+            found = tier.leading_run(keys[0], [key.hash for key in keys])
+            get(tier, keys[:found])
+            put(tier, keys[found:])
+            number += 1
+            time.sleep(0.01)
+        tier.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def text_of(browser: Browser, part: str) -> str:
+    return str(browser.value(f"document.querySelector('#{part}')?.innerText || ''"))
+
+
+def test_the_page_shows_what_happens_in_a_real_browser(tmp_path: Path) -> None:
+    remote = Server()
+    with (
+        served(tmp_path, redis_url=remote.unix_url, quotas={HOSTILE: "1 MiB"}) as (daemon, client),
+        Browser() as browser,
+    ):
+        with working(daemon.settings.socket_path, HOSTILE):
+            browser.open(client.url)
+            browser.wait("document.querySelector('#state')?.innerText === 'ready'")
+            browser.wait("document.querySelectorAll('svg polygon.area.full').length > 0")
+            assert "Nothing is wrong" in browser.text()
+            assert HOSTILE in text_of(browser, "tenants"), "a name is text"
+            assert "1 MiB" in text_of(browser, "tenants")
+            browser.wait("/remote\\s+up/.test(document.querySelector('#tiers').innerText)")
+            browser.wait("/of TTFT saved/.test(document.body.innerText)")
+            assert key_of(0).hash.hex()[:12] in text_of(browser, "prefixes")
+            before = browser.value("stats.lookups.lookups")
+            browser.wait(f"stats.lookups.lookups > {before}", 10)
+            shown = browser.value("document.querySelector('#clients').innerText")
+            assert "500 tokens/s" in shown
+            remote.kill()
+            browser.wait("/remote\\s+down/.test(document.querySelector('#tiers').innerText)")
+            assert "Tier remote is down" in browser.text()
+        assert browser.value("window.hit") is None
+        assert browser.faults == [], "nothing failed, nothing was asked of others"
+        assert client.admin("drop-tier", tier="remote")[0] == 200
+        browser.wait("/remote\\s+dropped/.test(document.querySelector('#tiers').innerText)")
+        assert browser.value("document.querySelectorAll('svg[role=img][aria-label]').length") >= 4
+
+
+def test_a_phone_in_the_dark_and_a_daemon_that_goes(tmp_path: Path) -> None:
+    with Browser(390, 800, dark=True, mobile=True) as browser:
+        with served(tmp_path) as (daemon, client), working(daemon.settings.socket_path, ""):
+            browser.open(client.url)
+            browser.wait("document.querySelectorAll('svg').length >= 3")
+            assert browser.value("document.documentElement.scrollWidth") <= 390, "nothing is wider than the phone"
+            colour = browser.value("getComputedStyle(document.body).backgroundColor")
+            assert max(int(part) for part in colour[4:-1].split(",")) < 40, colour
+            smallest = browser.value(
+                "Math.min(...[...document.querySelectorAll('p,td,th,b,span,li')].map("
+                "one => parseFloat(getComputedStyle(one).fontSize)))"
+            )
+            assert smallest >= 12
+        browser.wait("document.querySelector('#state').innerText === 'no answer'", 10)
+
+
+def test_beyond_loopback_the_page_asks_for_the_token(tmp_path: Path) -> None:
+    token = "a-token-of-its-own-1234"
+    with served(tmp_path, http="0.0.0.0:0", http_token=token) as (_, client), Browser() as browser:
+        browser.open(client.url.replace("0.0.0.0", "127.0.0.1"))
+        browser.wait("!!document.querySelector('form input')")
+        assert "hit ratio" not in browser.text()
+        browser.value(
+            f"document.querySelector('form input').value = '{token}', document.querySelector('form button').click()"
+        )
+        browser.wait("document.querySelector('#state')?.innerText === 'ready'")
+
+
+def test_the_page_is_one_file_and_lets_nothing_else_run(tmp_path: Path) -> None:
+    page = live_page()
+    for outside in ("http://", "https://", "src=", "@import", "url(", "innerHTML", "eval(", "document.write"):
+        found = page.replace("http://www.w3.org/2000/svg", "")
+        assert outside not in found, outside
+    assert len(page) < 64 << 10
+    policy = content_security_policy()
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    with served(tmp_path) as (_, client):
+        status, headers, _ = client.ask("GET", "/")
+        assert (status, headers["content-security-policy"]) == (200, policy)
+        assert headers["x-frame-options"] == "DENY"
+
+
+def test_a_lower_tier_that_is_down_costs_readers_no_wait(tmp_path: Path) -> None:
+    """Found with the page: copies that only the dead server had were asked for until the reader's deadline."""
+    remote = Server()
+    with served(tmp_path, redis_url=remote.unix_url, host_bytes=1 << 20, segment_bytes=64 << 10) as (daemon, _):
+        tier = DaemonTier(daemon.settings.socket_path, fetch_seconds=5.0)
+        keys = [key_of(n) for n in range(400)]
+        for at in range(0, 400, 8):
+            put(tier, keys[at : at + 8])
+        until(lambda: daemon.stats()["tiers"]["remote"]["counts"].get("spilled", 0) > 300)
+        assert tier.leading_run(keys[0], [key.hash for key in keys[:8]]) == 8
+        remote.kill()
+        get(tier, keys[:1])
+        until(lambda: daemon.core.lowers[0].state == "down")
+        started = time.monotonic()
+        rounds: list[Any] = [get(tier, keys[8 * n : 8 * n + 8]) for n in range(4)]
+        assert rounds == [[ResultCode.MISS] * 8] * 4
+        assert time.monotonic() - started < 2.5, "four times the deadline would be 20 s"
+        until(lambda: tier.leading_run(keys[0], [key.hash for key in keys[:8]]) == 0)
+        assert daemon.stats()["lookups"]["missed_blocks"]["tier_down"] == 8
+        remote.start()
+        until(lambda: daemon.core.lowers[0].state == "ok", 5, "a server that came back is found without traffic")
+        tier.close()
