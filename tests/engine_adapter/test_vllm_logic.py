@@ -1,0 +1,468 @@
+"""The vLLM connector's own logic without vLLM: places in pages, what is named when, tiers behind it, settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from allocator import CacheGroup, ConfigError, GroupKind, KVGeometry
+from engine_adapter.vllm_connector.book import Book, Found
+from engine_adapter.vllm_connector.layout import GroupPages, LayerPages, blocks_per_page
+from engine_adapter.vllm_connector.lookup import Answer, LookupClient, LookupServer, Question
+from engine_adapter.vllm_connector.orders import LoadOrder, SaveOrder
+from engine_adapter.vllm_connector.settings import check_version, make_tiers, model_and_weights, read_settings
+from engine_adapter.vllm_connector.shelf import Shelf
+from kvstore import HashChain, HostTier, Identity
+from kvstore.disk_tier import DiskTier
+from kvstore.frame_specs import geometry_specs
+from kvstore.tier import Tier
+
+BLOCK, PAGE, HEADS, DIM, PAGES = 4, 8, 2, 3, 16
+RATIO = PAGE // BLOCK
+
+
+def full(layers: Sequence[int]) -> CacheGroup:
+    return CacheGroup(kind=GroupKind.FULL, layers=tuple(layers), kv_heads=HEADS, key_dim=DIM, value_dim=DIM)
+
+
+def sliding(layers: Sequence[int], window: int) -> CacheGroup:
+    return CacheGroup(
+        kind=GroupKind.SLIDING,
+        layers=tuple(layers),
+        kv_heads=HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+        window_tokens=window,
+    )
+
+
+def geometry(*groups: CacheGroup) -> KVGeometry:
+    return KVGeometry(groups=groups or (full((0, 1)),), block_tokens=BLOCK, dtype="float32")
+
+
+def identity(kv: KVGeometry | None = None, **given: Any) -> Identity:
+    return Identity(**{"model": "m", "weights": "w", "geometry": kv or geometry(), **given})
+
+
+class Memory:
+    """vLLM's pages: per layer float32[pages, heads, 2 * page tokens * dim], each value naming its own place."""
+
+    def __init__(self, group: CacheGroup, table: int = 0) -> None:
+        shape = (PAGES, HEADS, 2 * PAGE * DIM)
+        self.layers = [
+            (np.arange(np.prod(shape), dtype=np.float32) + 10_000 * layer).reshape(shape) for layer in group.layers
+        ]
+        flat = tuple(LayerPages(one.reshape(-1).view(np.uint8), table) for one in self.layers)
+        self.pages = GroupPages(flat, HEADS, DIM, BLOCK, RATIO, 4)
+
+    def tokens(self) -> np.ndarray[Any, Any]:
+        """float32[layers, pages, heads, (K, V), page tokens, dim]: K is kept channel by channel, V token by token."""
+        whole = np.stack(self.layers)
+        keys = whole[..., : PAGE * DIM].reshape(-1, PAGES, HEADS, DIM, PAGE).swapaxes(3, 4)
+        values = whole[..., PAGE * DIM :].reshape(-1, PAGES, HEADS, PAGE, DIM)
+        return np.stack([keys, values], axis=3)
+
+    def block(self, page: int, inside: int) -> np.ndarray[Any, Any]:
+        """float32[layers, heads, (K, V), block tokens, dim]"""
+        return self.tokens()[:, page, :, :, inside * BLOCK : (inside + 1) * BLOCK]
+
+
+# layout --------------------------------------------------------------------------------------------------------------
+
+
+def test_gathered_blocks_have_the_stores_layout() -> None:
+    memory = Memory(full((0, 1)))
+    tables = [[3, 7]]
+    row = np.zeros(2 * memory.pages.block_bytes, np.uint8)
+    memory.pages.gather([(tables, 3), (tables, 0)], row)
+    found = row.view(np.float32).reshape(2, 2, HEADS, 2, BLOCK, DIM)
+    assert np.array_equal(found[0], memory.block(7, 1))
+    assert np.array_equal(found[1], memory.block(3, 0))
+
+
+def test_scatter_is_the_reverse_and_touches_nothing_else() -> None:
+    memory = Memory(full((0, 1)))
+    before = memory.tokens()
+    row = np.zeros(memory.pages.block_bytes, np.uint8)
+    memory.pages.gather([([[3, 7]], 3)], row)
+    memory.pages.scatter(row, [([[5, 9]], 2)])
+    assert np.array_equal(memory.block(9, 0), before[:, 7, :, :, BLOCK:])
+    changed = np.argwhere((memory.tokens() != before).any(axis=(0, 2, 3, 5)))
+    assert set(map(tuple, changed)) == {(9, token) for token in range(BLOCK)}
+
+
+def test_layers_of_one_group_go_by_their_own_tables() -> None:
+    one, other = Memory(full((0,)), table=0), Memory(full((1,)), table=1)
+    both = GroupPages((*one.pages.layers, *other.pages.layers), HEADS, DIM, BLOCK, RATIO, 4)
+    row = np.zeros(both.block_bytes, np.uint8)
+    tables = [[2], [6]]
+    both.gather([(tables, 1)], row)
+    found = row.view(np.float32).reshape(2, HEADS, 2, BLOCK, DIM)
+    assert np.array_equal(found[0], one.block(2, 1)[0])
+    assert np.array_equal(found[1], other.block(6, 1)[0])
+    assert both.is_there(tables, 1)
+    assert not both.is_there([[2], [0]], 1)  # vLLM's null block
+    assert not both.is_there([[2], []], 1)
+
+
+def test_block_sizes_that_do_not_divide_are_refused() -> None:
+    assert blocks_per_page(128, 16) == 8
+    with pytest.raises(ConfigError, match="--block-size 48"):
+        blocks_per_page(40, 16)
+
+
+# the scheduler's side ------------------------------------------------------------------------------------------------
+
+
+class Lookups:
+    def __init__(self, answer: Callable[[int, Sequence[bytes], int], Found]) -> None:
+        self.answer = answer
+
+    def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
+        return self.answer(epoch, hashes, local_blocks)
+
+
+class Request(SimpleNamespace):
+    def __init__(self, name: str, token_ids: Sequence[int], **given: Any) -> None:
+        super().__init__(request_id=name, all_token_ids=list(token_ids), **given)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def book(answer: Callable[[int, Sequence[bytes], int], Found], **given: Any) -> Book:
+    return Book(identity(), BLOCK, Lookups(answer), **{"deadline_seconds": 1.0, **given})
+
+
+def nothing(epoch: int, hashes: Sequence[bytes], local_blocks: int) -> Found:
+    return Found(0, False, epoch)
+
+
+def everything(epoch: int, hashes: Sequence[bytes], local_blocks: int) -> Found:
+    return Found(len(hashes), False, epoch)
+
+
+def saves(made: Book, request: str, tokens: int) -> list[SaveOrder]:
+    return made.step([(request, tokens)], lambda name: [[1, 2, 3, 4]]).saves
+
+
+def test_only_full_blocks_of_known_tokens_are_stored_and_once() -> None:
+    made, request = book(nothing), Request("r", range(18))
+    assert made.matched_tokens(request, 0) == 0
+    chain = HashChain(identity().root(), BLOCK)
+    hashes = chain.extend(list(range(18)))
+    (first,) = saves(made, "r", 10)
+    assert (first.start, first.hashes, first.parent) == (0, hashes[:2], None)
+    assert saves(made, "r", 11) == []
+    (second,) = saves(made, "r", 40)  # drafts: written, and not among the tokens yet
+    assert (second.start, second.hashes, second.parent) == (2, hashes[2:4], hashes[1])
+    request.all_token_ids += [7, 8]
+    (third,) = saves(made, "r", 20)
+    assert third.hashes == chain.extend([7, 8])
+
+
+def test_a_hit_leaves_a_token_and_loads_what_vllm_lacks() -> None:
+    made, request = book(everything), Request("r", range(16))
+    assert made.matched_tokens(request, 0) == 12
+    assert made.matched_tokens(request, 8) == 4
+    made.load(request, [[5, 6]], 8, 4)
+    orders = made.step([], lambda name: [])
+    (load,) = orders.loads
+    assert (load.request_id, load.start, len(load.hashes), load.tables) == ("r", 2, 3, [[5, 6]])
+    assert made.step([], lambda name: []).loads == []
+
+
+def test_what_was_loaded_is_not_stored_again_unless_it_failed() -> None:
+    made, request = book(everything), Request("r", range(17))
+    assert made.matched_tokens(request, 0) == 16
+    made.load(request, [[5, 6]], 0, 16)
+    made.load_failed(["r", "unknown"])
+    assert made.matched_tokens(request, 0) == 0  # asks no more: it computes
+    (order,) = saves(made, "r", 17)
+    assert order.start == 0
+    other = Request("s", range(21))
+    made.matched_tokens(other, 0)
+    made.load(other, [[5, 6]], 0, 20)
+    assert saves(made, "s", 21) == []
+
+
+def test_asks_again_until_the_deadline() -> None:
+    now = [0.0]
+    made = book(lambda epoch, hashes, local: Found(1, True, epoch), clock=lambda: now[0])
+    request = Request("r", range(16))
+    assert made.matched_tokens(request, 0) is None
+    now[0] = 0.9
+    assert made.matched_tokens(request, 0) is None
+    now[0] = 1.1
+    assert made.matched_tokens(request, 0) == 4
+
+
+def test_an_id_that_is_used_again_is_another_request() -> None:
+    made = book(nothing)
+    made.matched_tokens(Request("r", range(8)), 0)
+    assert saves(made, "r", 8)
+    made.finished("r")
+    assert saves(made, "r", 8) == []
+    made.matched_tokens(Request("r", range(100, 108)), 0)
+    (order,) = saves(made, "r", 8)
+    assert order.hashes == HashChain(identity().root(), BLOCK).extend(list(range(100, 108)))
+
+
+def test_an_abort_before_the_step_takes_its_load_back() -> None:
+    made, request = book(everything), Request("r", range(16))
+    made.matched_tokens(request, 0)
+    made.load(request, [[5, 6]], 0, 12)
+    made.finished("r")
+    assert made.step([], lambda name: []).loads == []
+
+
+def test_a_new_epoch_ends_sharing_for_what_has_begun() -> None:
+    epochs = [0]
+    made = book(lambda epoch, hashes, local: Found(len(hashes), False, epochs[0]))
+    running, waiting = Request("r", range(8)), Request("w", range(16))
+    assert made.matched_tokens(running, 0) == 4
+    assert saves(made, "r", 4)
+    epochs[0] = 3
+    assert made.matched_tokens(waiting, 0) is None
+    assert made.epoch == 3
+    assert made.matched_tokens(waiting, 0) == 12
+    assert saves(made, "r", 8) == []
+    (order,) = saves(made, "w", 16)
+    assert order.root == identity(epoch=3).root()
+
+
+def test_salt_and_media_are_part_of_the_name() -> None:
+    place = SimpleNamespace(offset=1, length=2)
+    kinds = [
+        Request("a", range(8)),
+        Request("b", range(8), cache_salt="x"),
+        Request("c", range(8), mm_features=[SimpleNamespace(identifier="image", mm_position=place)]),
+        Request("d", range(8), mm_features=[SimpleNamespace(identifier="other", mm_position=place)]),
+    ]
+    made = book(nothing)
+    seen = []
+    for one in kinds:
+        made.matched_tokens(one, 0)
+        seen.append(saves(made, one.request_id, 8)[0].hashes[0])
+    assert len(set(seen)) == len(kinds)
+    nameless = Request("e", range(8), prompt_embeds=object())
+    assert made.matched_tokens(nameless, 0) == 0
+    assert saves(made, "e", 8) == []
+    adapted = Request("f", range(8), lora_request=SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere"))
+    assert made.matched_tokens(adapted, 0) == 0  # an adapter whose weights nobody can name
+    assert saves(made, "f", 8) == []
+
+
+# the worker's side ---------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A shelf over pages of two groups: full layers, and sliding ones."""
+
+    def __init__(self, tiers: Sequence[Tier], kv: KVGeometry, **given: Any) -> None:
+        self.geometry = kv
+        self.memories = [Memory(group, table) for table, group in enumerate(kv.groups)]
+        self.shelf = Shelf(kv, tiers, **given)
+        self.shelf.attach([one.pages for one in self.memories])
+        self.root = identity(kv).root()
+        self.hashes = HashChain(self.root, BLOCK).extend(list(range(40)))  # 10 blocks, 5 pages
+
+    def save(self, stop: int = 10, tables: Sequence[Sequence[int]] = ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10))) -> None:
+        self.shelf.save([SaveOrder(self.root, self.hashes[:stop], 0, None, tables)])
+        until = time.monotonic() + 5
+        while not self.shelf.is_idle and time.monotonic() < until:
+            time.sleep(0.002)
+        assert self.shelf.is_idle
+
+    def load(self, start: int, stop: int, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Positions that failed."""
+        self.shelf.load(LoadOrder("r", self.root, self.hashes[:stop], start, tables))
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            for result in self.shelf.take_finished():
+                return result.failed
+            time.sleep(0.002)
+        raise AssertionError("the load did not end")
+
+    def found(self, local_blocks: int = 0) -> int:
+        return self.shelf.find(0, self.root, self.hashes, local_blocks).blocks
+
+
+TWO = geometry(full((0, 1)), sliding((2,), 9))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker([HostTier(1 << 20)], TWO)
+    yield made
+    made.shelf.close()
+
+
+def test_saved_blocks_come_back_to_other_pages(worker: Worker) -> None:
+    worker.save()
+    assert worker.found() == 10
+    expected = [[memory.block(page, half) for page in pages for half in range(RATIO)] for memory, pages in
+                zip(worker.memories, ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10)), strict=True)]  # fmt: skip
+    assert worker.load(0, 10, [[11, 12, 13, 14, 15], [0, 0, 11, 12, 13]]) == []
+    for position in range(10):
+        assert np.array_equal(worker.memories[0].block(11 + position // 2, position % 2), expected[0][position])
+    for position in range(8, 10):
+        assert np.array_equal(worker.memories[1].block(13, position % 2), expected[1][position])
+
+
+def test_pages_that_the_engine_gave_up_are_not_stored(worker: Worker) -> None:
+    worker.save(tables=((1, 2, 3, 4, 5), (0, 0, 0, 9, 10)))
+    assert worker.found() == 10  # the window's blocks are there
+    assert worker.shelf.find(0, worker.root, worker.hashes[:6], 0).blocks == 0  # and those before it are not
+
+
+def test_a_window_begins_at_a_whole_engine_block(worker: Worker) -> None:
+    """vLLM hands its blocks on as a whole, so none of them may hold a part that nobody loaded."""
+    worker.save(tables=((1, 2, 3, 4, 5), (6, 7, 8, 9, 10)))
+    assert worker.shelf._residency.window_first(1, 9 * BLOCK) % RATIO == 0
+
+
+def test_what_vllm_has_need_not_be_stored(worker: Worker) -> None:
+    worker.save(tables=((0, 0, 3, 4, 5), (0, 0, 8, 9, 10)))
+    assert worker.found() == 0
+    assert worker.found(local_blocks=4) == 10
+
+
+def test_blocks_that_are_gone_are_reported_by_position(worker: Worker) -> None:
+    worker.save()
+    key = worker.shelf._residency.copy_key(worker.root, 0, worker.hashes[7], 0, True)
+    assert worker.shelf._tiers[0].delete([key]) == 1
+    failed = worker.load(0, 10, [[11, 12, 13, 14, 15], [0, 0, 11, 12, 13]])
+    assert failed[0] == 7
+
+
+def test_a_bad_copy_on_disk_is_found_and_no_other_is_blamed(tmp_path: Path) -> None:
+    kv = geometry(full((0, 1)))
+    made = Worker([DiskTier(tmp_path, 8 << 20, specs=geometry_specs(kv))], kv)
+    made.save()
+    for file in tmp_path.iterdir():
+        raw = bytearray(file.read_bytes())
+        at = raw.find(made.memories[0].block(2, 1).tobytes()[:48])  # position 3
+        if at >= 0:
+            raw[at + 5] ^= 1
+            file.write_bytes(raw)
+            break
+    else:
+        raise AssertionError("the copy is not in the directory")
+    assert made.load(0, 10, [[11, 12, 13, 14, 15]]) == [3]
+    assert made.shelf.find(0, made.root, made.hashes, 0).blocks == 3
+    made.shelf.close()
+
+
+def test_a_bad_copy_is_taken_from_the_next_tier() -> None:
+    kv = geometry(full((0, 1)))
+    first, second = HostTier(1 << 20, name="first"), HostTier(1 << 20, name="second")
+    made = Worker([first, second], kv)
+    made.save()
+    real = first._get_one
+    first._get_one = lambda job, claim: (first.delete([job.key]), real(job, None))[1]  # type: ignore[method-assign]
+    assert made.load(0, 10, [[11, 12, 13, 14, 15]]) == []
+    assert made.shelf.counters()["loaded_blocks_second"] == 10
+    made.shelf.close()
+
+
+def test_saves_beyond_the_staging_budget_are_dropped_and_counted() -> None:
+    kv = geometry(full((0, 1)))
+
+    class Stuck(HostTier):
+        private_memory = False
+
+    made = Worker([Stuck(1 << 20)], kv, staging_bytes=1)
+    made.shelf._staging.take(5)
+    made.shelf.save([SaveOrder(made.root, made.hashes, 0, None, [[1, 2, 3, 4, 5]])])
+    assert made.shelf.counters()["saves_dropped_staging"] == 10
+    made.shelf._staging.used_bytes = 0
+    made.shelf.close()
+
+
+def test_a_reset_begins_an_epoch_and_empties_the_tiers(worker: Worker) -> None:
+    worker.save()
+    assert worker.shelf.reset() == 1
+    answer = worker.shelf.find(0, worker.root, worker.hashes, 0)
+    assert (answer.blocks, answer.epoch) == (0, 1)
+    assert worker.shelf._tiers[0].used_bytes == 0
+
+
+# the line between the two --------------------------------------------------------------------------------------------
+
+
+def test_questions_go_over_a_socket_and_silence_is_a_miss() -> None:
+    name = f"test {time.monotonic_ns()}"
+    client = LookupClient(name)
+    assert client.find(4, b"r" * 32, [b"h" * 32], 0) == Found(0, False, 4)
+    asked: list[Question] = []
+
+    def answer(question: Question, hashes: list[bytes]) -> Answer:
+        asked.append(question)
+        return Answer(len(hashes), True, 9, "no" if question.is_reset else "")
+
+    server = LookupServer(name, answer)
+    assert client.find(4, b"r" * 32, [b"h" * 32] * 3000, 2) == Found(3000, True, 9)
+    assert asked[0].local_blocks == 2
+    with pytest.raises(ConnectionError, match="no"):
+        client.reset(4)
+    server.close()
+    assert client.find(4, b"r" * 32, [b"h" * 32], 0) == Found(0, False, 4)
+    client.close()
+
+
+# settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "no tier is named"),
+        ({"host_byte": 1}, "unknown key 'host_byte'"),
+        ({"host_bytes": "much"}, "host_bytes: got 'much'"),
+        ({"host_bytes": 1, "daemon": "default"}, "got daemon beside"),
+        ({"host_bytes": 1, "codec": "int4"}, "codec: got 'int4'"),
+        ({"host_bytes": 1, "block_tokens": 0}, "block_tokens is 0"),
+        ({"daemon": 3}, "daemon is 3"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        read_settings(given, {})
+
+
+def test_the_environment_counts_over_the_config() -> None:
+    assert read_settings({"host_bytes": "1 MiB"}, {"KVSTORE_HOST_BYTES": "2 MiB"}).store.host_bytes == 2 << 20
+
+
+def test_an_untested_vllm_is_refused() -> None:
+    check_version("0.32.1+cpu")
+    for version in ("0.31.9", "0.33.0", "1.0"):
+        with pytest.raises(ConfigError, match=version):
+            check_version(version)
+
+
+def test_unknown_weights_are_refused(tmp_path: Path) -> None:
+    settings = read_settings({"host_bytes": 1}, {})
+    with pytest.raises(ConfigError, match="weights"):
+        model_and_weights(settings, "some/model", None)
+    with pytest.raises(ConfigError, match="weights"):
+        model_and_weights(settings, str(tmp_path), None)
+    assert model_and_weights(settings, "some/model", "abc") == ("some/model", "abc")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    first = model_and_weights(settings, str(tmp_path), None)[1]
+    (tmp_path / "model.safetensors").write_bytes(b"others!")
+    assert model_and_weights(settings, str(tmp_path), None)[1] != first
+
+
+def test_unknown_tier_url_is_refused() -> None:
+    settings = read_settings({"redis_url": "ftp://host"}, {})
+    with pytest.raises(ConfigError, match="ftp"):
+        make_tiers(settings, geometry())

@@ -1,0 +1,133 @@
+"""Models and engines for the tests of the vLLM connector. Engines run in the test's process, so that tests see inside.
+
+Tiny models have random weights; prompts are random tokens, so that a wrong key or value shows in the next token.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+BLOCK = 16
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+FAMILIES = ("full", "hybrid", "sliding")
+
+
+def make_model(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """A tiny model of a family as a folder that vLLM takes."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model: Any
+    if family == "full":
+        config = transformers.LlamaConfig(num_hidden_layers=3, **SIZES)
+        model = transformers.LlamaForCausalLM(config)
+    elif family == "hybrid":
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=192, layer_types=kinds, **SIZES)
+        model = transformers.Gemma3ForCausalLM(config)
+    else:
+        config = transformers.MistralConfig(num_hidden_layers=3, sliding_window=192, **SIZES)
+        model = transformers.MistralForCausalLM(config)
+    model.float().save_pretrained(folder)
+    return folder
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(1, 500) for _ in range(tokens)]
+
+
+class Engine:
+    """A vLLM engine with our connector, and what the tests ask of it."""
+
+    def __init__(self, model: Path, tiers: dict[str, Any], **settings: Any) -> None:
+        from vllm import LLM
+
+        transfer = {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "engine_adapter.vllm_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": tiers,
+        }
+        given = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 64 << 20,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": False,
+            "kv_transfer_config": transfer,
+        }
+        self.llm = LLM(model=str(model), **{**given, **settings})
+
+    def answers(self, prompts: list[list[int]], tokens: int = 10) -> list[tuple[int, ...]]:
+        """Greedy tokens, prompt by prompt, so that no prompt shares a batch with another."""
+        return [self.answer(one, tokens)[0] for one in prompts]
+
+    def answer(self, token_ids: list[int], tokens: int = 10) -> tuple[tuple[int, ...], int]:
+        """Greedy tokens, and how many of the prompt's were cached somewhere."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+        (out,) = self.llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
+        return tuple(out.outputs[0].token_ids), out.num_cached_tokens or 0
+
+    @property
+    def shelf(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._shelf
+
+    def external_hits(self) -> int:
+        """vLLM's own count of tokens that the connector brought."""
+        found = [one.value for one in self.llm.get_metrics() if one.name == "vllm:external_prefix_cache_hits"]
+        return int(sum(found))
+
+    def forget(self, *, store_too: bool = False) -> None:
+        """Empty vLLM's own prefix cache, and with store_too the tiers, once all is written."""
+        self.settle()
+        assert self.llm.reset_prefix_cache(reset_connector=store_too)
+
+    def settle(self) -> None:
+        import time
+
+        until = time.monotonic() + 10
+        while not self.shelf.is_idle and time.monotonic() < until:
+            self.shelf._drain()
+            time.sleep(0.005)
+        assert self.shelf.is_idle
+
+    def close(self) -> None:
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        del self.llm
+        gc.collect()
+
+
+@contextmanager
+def engine(model: Path, tiers: dict[str, Any], **settings: Any) -> Iterator[Engine]:
+    made = Engine(model, tiers, **settings)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,63 @@
+"""Engines that come and go: what one stored, the next loads, from disk and from a server; in vLLM's usual processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engine_adapter.vllm.kit import BLOCK, prompt
+from tests.servers import Server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [prompt(30, 300), prompt(31, 520)]
+LARGE = 64  # a block of so many tokens lies in a slot file, not in the index
+WHOLE = [(len(one) - 1) // BLOCK * BLOCK for one in PROMPTS]
+
+
+def run(model: Path, tiers: dict[str, Any]) -> dict[str, Any]:
+    environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "tests.engine_adapter.vllm.one_run", str(model), json.dumps(tiers)]
+    done = subprocess.run(
+        [*command, json.dumps(PROMPTS)], env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return found
+
+
+def test_disk_serves_the_next_process_and_bad_bytes_are_computed(models: dict[str, Path], tmp_path: Path) -> None:
+    tiers = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "64 MiB", "block_tokens": LARGE}
+    first = run(models["full"], tiers)
+    assert [cached for _, cached in first["answers"]] == [0, 0]
+    second = run(models["full"], tiers)
+    assert [tokens for tokens, _ in second["answers"]] == [tokens for tokens, _ in first["answers"]]
+    whole = [(len(one) - 1) // LARGE * LARGE for one in PROMPTS]
+    assert [cached for _, cached in second["answers"]] == whole
+    assert second["hits"] == sum(whole)
+    (slots,) = (tmp_path / "disk").glob("slots-*")
+    raw = bytearray(slots.read_bytes())
+    for at in range(3000, len(raw), 16384):  # some bytes of every copy
+        raw[at] ^= 0x40
+    slots.write_bytes(raw)
+    third = run(models["full"], tiers)
+    assert [tokens for tokens, _ in third["answers"]] == [tokens for tokens, _ in first["answers"]]
+
+
+def test_a_server_serves_an_engine_of_the_same_weights_only(models: dict[str, Path]) -> None:
+    with Server() as server:
+        tiers = {"redis_url": server.url}
+        first = run(models["hybrid"], tiers)
+        second = run(models["hybrid"], tiers)
+        other = run(models["hybrid"], {**tiers, "weights": "others"})
+    assert second["answers"] == [[tokens, whole] for (tokens, _), whole in zip(first["answers"], WHOLE, strict=True)]
+    assert (first["hits"], second["hits"], other["hits"]) == (0, sum(WHOLE), 0)
