@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstore.config import KVStoreConfig
     from kvstore.copy_key import CopyKey
     from kvstore.events import AllCleared, BlockRemoved, BlockStored, EventStream
-    from kvstore.host_tier import HostTier
+    from kvstore.host_tier.tier import HostTier
     from kvstore.identity import Adapter, HashChain, Identity, Media
     from kvstore.sequence import Lease
     from kvstore.store import KVStore
@@ -49,7 +49,7 @@ _HOMES = {
     "kvstore.config": ("KVStoreConfig",),
     "kvstore.copy_key": ("CopyKey",),
     "kvstore.events": ("AllCleared", "BlockRemoved", "BlockStored", "EventStream"),
-    "kvstore.host_tier": ("HostTier",),
+    "kvstore.host_tier.tier": ("HostTier",),
     "kvstore.identity": ("Adapter", "HashChain", "Identity", "Media"),
     "kvstore.sequence": ("Lease",),
     "kvstore.store": ("KVStore",),

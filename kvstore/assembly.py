@@ -161,7 +161,7 @@ def own_tiers(
     tiers: list[Tier] = []
     try:
         if config.host_bytes:
-            from kvstore.host_tier import HostTier
+            from kvstore.host_tier.tier import HostTier
 
             executor = make_executor(config.io_threads, "kvstore-host", on_failed=on_failed)
             slot_bytes = [size for size in layout.raw_slot_bytes if size]
@@ -169,8 +169,8 @@ def own_tiers(
         if config.daemon_socket:
             tiers.append(_daemon_tier(geometry, config, on_failed))
         if config.disk_path:
-            from kvstore.disk_tier import DiskTier
-            from kvstore.frame_specs import geometry_specs
+            from kvstore.disk_tier.tier import DiskTier
+            from kvstore.frame.specs import geometry_specs
 
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
             specs, secret = geometry_specs(geometry), config.secret.encode() or None
@@ -190,7 +190,7 @@ def own_tiers(
 
 def _daemon_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:
     from kvstore.daemon.client import DaemonTier
-    from kvstore.frame_specs import geometry_specs
+    from kvstore.frame.specs import geometry_specs
 
     deadline = config.fetch_deadline_seconds
     return DaemonTier(
@@ -203,9 +203,9 @@ def _daemon_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callabl
 
 
 def _remote_tier(geometry: KVGeometry, config: KVStoreConfig, on_failed: Callable[[str], None]) -> Tier:
-    from kvstore.frame_specs import geometry_specs
-    from kvstore.redis_links import LinkOptions
-    from kvstore.redis_tier import RedisOptions, RedisTier
+    from kvstore.frame.specs import geometry_specs
+    from kvstore.redis_tier.links import LinkOptions
+    from kvstore.redis_tier.tier import RedisOptions, RedisTier
 
     deadline = config.fetch_deadline_seconds
     lookups = make_executor("thread", "kvstore-lookup", on_failed) if config.io_threads == "thread" else None

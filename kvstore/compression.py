@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.frame import FrameFault, Segment, check_keyed, parse_header
-from kvstore.frame_build import build_joined_header
-from kvstore.frame_layout import CHECK_BYTES, MAC_BYTES, FrameSpec, keyed_hash
+from kvstore.frame.build import build_joined_header
+from kvstore.frame.layout import CHECK_BYTES, MAC_BYTES, FrameSpec, keyed_hash
+from kvstore.frame.parsing import FrameFault, Segment, check_keyed, parse_header
 from kvstore.tier import Buffer, ByteRow, as_byte_row
 from quant.native.checksum import checksum
 
 ZSTD, ZSTD_SPLIT = 1, 2
 """Values of the header's field `stage`."""
-_STAGE_AT, _PAYLOAD_AT, _RAW_AT = 98, 120, 128  # see frame_layout.FIXED
+_STAGE_AT, _PAYLOAD_AT, _RAW_AT = 98, 120, 128  # see frame.layout.FIXED
 _WORTH = 0.97  # of the payload: a packed frame that is longer is not worth its unpacking
 _SPLIT_DTYPES = ("bfloat16", "float16")
 _LEAST_WINDOW_BYTES = 1 << 10

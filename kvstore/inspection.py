@@ -1,6 +1,6 @@
 """What an inspection of a disk directory or a Redis namespace found, counted within bounds, whatever is stored there.
 
-Plain values and counting; one thread. Filled by disk_inspection and redis_inspection, shown by cli/inspect.
+Plain values and counting; one thread. Filled by disk_tier.inspection and redis_tier.inspection, shown by cli/inspect.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kvstore.copy_key import CopyKey
-from kvstore.frame import FrameFault
-from kvstore.frame_inspect import Statement
+from kvstore.frame.inspection import Statement
+from kvstore.frame.parsing import FrameFault
 
 MOST_FAMILIES = 1000
 MOST_EXAMPLES = 100

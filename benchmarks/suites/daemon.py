@@ -19,7 +19,7 @@ from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
 from benchmarks.suites import daemon_load
 from benchmarks.suites.daemon_flood import flood_rows
 from kvstore.daemon import DaemonTier
-from kvstore.host_tier import HostTier
+from kvstore.host_tier.tier import HostTier
 from kvstore.identity import HashChain
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode, Tier

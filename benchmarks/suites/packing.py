@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
 from kvstore.compression import Packer, read_staged
 from kvstore.copy_key import CopyKey
-from kvstore.frame import FrameSpec
+from kvstore.frame.parsing import FrameSpec
 from kvstore.tier import ByteRow
 
 BLOCK_TOKENS = 16

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.page_pipe import PagePipe
-from kvstore.redis_protocol import encode
+from kvstore.redis_tier.protocol import encode
 
 _AHEAD = 4  # commands under way, as the tier has them at 1 MiB
 _OK = b"+OK\r\n"

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
-from kvstore.disk_tier import DiskTier
-from kvstore.host_tier import HostTier
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.host_tier.tier import HostTier
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode, Tier
 

@@ -21,8 +21,8 @@ from benchmarks.redis_server import RedisServer, server_binary
 from benchmarks.rows import Options, Row, Stopwatch, compared, rotated
 from benchmarks.suites.redis_floor import BareSocket
 from kvstore.copy_key import CopyKey
-from kvstore.redis_links import LinkOptions
-from kvstore.redis_tier import RedisOptions, RedisTier
+from kvstore.redis_tier.links import LinkOptions
+from kvstore.redis_tier.tier import RedisOptions, RedisTier
 from kvstore.tier import ResultCode
 from quant import BlockShape, get_codec
 

@@ -15,7 +15,7 @@ from allocator import ConfigError
 from engine_adapter.demo.console import ConsoleDisplay
 from engine_adapter.demo.settings import Below, Options, Sizes, sizes_for
 from engine_adapter.demo.workload import WorkloadError, question_limit
-from kvstore.redis_url import parse_redis_url
+from kvstore.redis_tier.url import parse_redis_url
 
 
 def parse(arguments: Sequence[str] | None) -> Options:

@@ -104,7 +104,7 @@ def model_and_weights(settings: ConnectorSettings, model: str, revision: str | N
 
 def make_tiers(settings: ConnectorSettings, geometry: KVGeometry) -> tuple[Tier, ...]:
     """The tiers that the settings name, fast to slow."""
-    from kvstore.frame_specs import geometry_specs
+    from kvstore.frame.specs import geometry_specs
 
     config = settings.store
     if settings.daemon:

@@ -101,7 +101,7 @@ def _action(delete: bool, delete_corrupt: bool, verify: bool, selection: Selecti
 
 
 def _confirm(action: str, place: str) -> None:
-    from kvstore.redis_url import redacted
+    from kvstore.redis_tier.url import redacted
 
     if not sys.stdin.isatty():
         raise typer.BadParameter("nobody to ask here; add --yes", param_hint="--delete, --delete-corrupt")
@@ -112,15 +112,15 @@ def _confirm(action: str, place: str) -> None:
 def _look(place: str, secret: bytes | None, verify: bool, selection: Selection, action: str) -> Findings:
     with _progress(verify) as advance:
         if "://" in place:
-            from kvstore.redis_inspection import NamespaceInspector
-            from kvstore.redis_url import parse_redis_url
+            from kvstore.redis_tier.inspection import NamespaceInspector
+            from kvstore.redis_tier.url import parse_redis_url
 
             inspector = NamespaceInspector(parse_redis_url(place), secret=secret)
             try:
                 return inspector.inspect(verify=verify, selection=selection, delete=action, advance=advance)
             finally:
                 inspector.close()
-        from kvstore.disk_inspection import delete_from_directory, inspect_directory
+        from kvstore.disk_tier.inspection import delete_from_directory, inspect_directory
 
         directory = Path(place)
         if action == "none":

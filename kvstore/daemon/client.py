@@ -28,8 +28,8 @@ from kvstore.daemon.link import Link, form_message
 from kvstore.daemon.protocol import PLACE, Place
 from kvstore.daemon.settings import default_socket_path
 from kvstore.executor import Executor, ThreadExecutor
-from kvstore.frame_layout import FrameSpec
-from kvstore.frame_specs import SpecSource, plain_specs
+from kvstore.frame.layout import FrameSpec
+from kvstore.frame.specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
 from kvstore.tier import Job, ResultCode, Transfer
 
@@ -43,7 +43,7 @@ class DaemonTier(QueuedTier):
 
     socket_path      where the daemon listens; "": where `kvstore serve` listens by default
     executor         where payload is copied; None: inline
-    specs            what frames say of a copy's shape, see frame_specs (geometry_specs of the store's geometry)
+    specs            what frames say of a copy's shape, see frame.specs (geometry_specs of the store's geometry)
     tenant           whose quota the copies count against
     timeout_seconds  longest wait for one answer
     fetch_seconds    longest wait for copies that the daemon brings up from its disk or remote tier

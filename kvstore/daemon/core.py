@@ -27,7 +27,7 @@ from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.spilling import Spilling
 from kvstore.daemon.tally import Tally
 from kvstore.events import Event, EventStream
-from kvstore.frame import FrameFault
+from kvstore.frame.parsing import FrameFault
 from kvstore.tier import Tier
 
 

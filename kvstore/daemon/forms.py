@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass, field
 
 from kvstore.copy_key import CopyKey
-from kvstore.frame_layout import FrameSpec, header_layout
-from kvstore.frame_specs import plain_specs
+from kvstore.frame.layout import FrameSpec, header_layout
+from kvstore.frame.specs import plain_specs
 
 _NO_HASH = bytes(32)
 _MOST_KNOWN = 65536

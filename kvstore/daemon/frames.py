@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.copy_key import CopyKey
-from kvstore.frame import FrameFault, FrameSpec, parse_header
-from kvstore.frame_build import build_joined_header
-from kvstore.frame_layout import CHECK_BYTES, header_layout
-from kvstore.frame_specs import SpecSource
+from kvstore.frame.build import build_joined_header
+from kvstore.frame.layout import CHECK_BYTES, header_layout
+from kvstore.frame.parsing import FrameFault, FrameSpec, parse_header
+from kvstore.frame.specs import SpecSource
 from kvstore.tier import ByteRow
 from quant.native.checksum import Checksum, checksum
 

@@ -26,7 +26,7 @@ from kvstore.daemon import protocol
 from kvstore.daemon.epochs import follower
 from kvstore.daemon.greeting import LinkDownError, RefusedByDaemonError, cause_name, greeted
 from kvstore.daemon.segments import abandon, map_for_reading, map_for_writing
-from kvstore.frame_layout import FrameSpec
+from kvstore.frame.layout import FrameSpec
 from kvstore.tier import ByteRow
 
 _PING_SECONDS = 0.1

@@ -24,8 +24,8 @@ from kvstore.daemon.arena import ArenaEntry, ArenaIndex
 from kvstore.daemon.forms import Form
 from kvstore.daemon.holder import Holder
 from kvstore.daemon.protocol import Place
-from kvstore.frame import FrameFault, build_joined_header, parse_header
-from kvstore.frame_build import joined_checksum
+from kvstore.frame.build import joined_checksum
+from kvstore.frame.parsing import FrameFault, build_joined_header, parse_header
 from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier
 
 _BATCH_COPIES, _BATCH_BYTES = 16, 16 << 20

@@ -27,7 +27,7 @@ from kvstore.daemon.protocol import Cause
 from kvstore.daemon.session import Session, close_heard, has_died
 from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.stats import snapshot
-from kvstore.frame_specs import SpecSource
+from kvstore.frame.specs import SpecSource
 from kvstore.tier import Tier
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:
     store, tiers = settings.store, list[Tier]()
     try:
         if store.disk_path:
-            from kvstore.disk_tier import DiskTier
+            from kvstore.disk_tier.tier import DiskTier
             from kvstore.executor import ThreadExecutor
 
             executor = ThreadExecutor("kvstore-disk")
@@ -235,7 +235,7 @@ def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:
             )
         if store.redis_url:
             from kvstore.executor import ThreadExecutor
-            from kvstore.redis_tier import RedisOptions, RedisTier
+            from kvstore.redis_tier.tier import RedisOptions, RedisTier
 
             options = RedisOptions(lookup_executor=ThreadExecutor("kvstore-lookup"))
             tiers.append(

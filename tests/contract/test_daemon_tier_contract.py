@@ -12,9 +12,9 @@ import pytest
 from kvstore.config import KVStoreConfig
 from kvstore.daemon import Daemon, DaemonSettings, DaemonTier
 from kvstore.daemon.segments import PAGE_BYTES
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.executor import Executor, ThreadExecutor
-from kvstore.redis_tier import RedisTier
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing import TierContract
 from tests import servers
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.executor import Executor
 from kvstore.testing import TierContract
 

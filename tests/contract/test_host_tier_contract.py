@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.executor import Executor
-from kvstore.host_tier import HostTier
+from kvstore.host_tier.tier import HostTier
 from kvstore.testing import TierContract
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 
 from kvstore.executor import Executor
-from kvstore.redis_links import LinkOptions
-from kvstore.redis_tier import RedisOptions, RedisTier
+from kvstore.redis_tier.links import LinkOptions
+from kvstore.redis_tier.tier import RedisOptions, RedisTier
 from kvstore.testing import TierContract
 from kvstore.testing.transfer_contract import OK, key_of
 from tests import servers

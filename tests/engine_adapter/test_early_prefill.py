@@ -21,8 +21,9 @@ from engine_adapter import DecodeLoop, HFRunner
 from engine_adapter.batch import StepBatch
 from engine_adapter.request import Request
 from engine_adapter.testing import ToyRunner
-from kvstore import KVStore, frame_layout
-from kvstore.disk_slots import SlotFiles
+from kvstore import KVStore
+from kvstore.disk_tier.slots import SlotFiles
+from kvstore.frame import layout as frame_layout
 from kvstore.layer_progress import LayerProgress, LayerRounds
 from tests.engine_adapter.loop_kit import VOCAB, Kit, make_store, prompt
 from tests.engine_adapter.paged_kit import tiny_model

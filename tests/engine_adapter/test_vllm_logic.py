@@ -19,8 +19,8 @@ from engine_adapter.vllm_connector.orders import LoadOrder, SaveOrder
 from engine_adapter.vllm_connector.settings import check_version, make_tiers, model_and_weights, read_settings
 from engine_adapter.vllm_connector.shelf import Shelf
 from kvstore import HashChain, HostTier, Identity
-from kvstore.disk_tier import DiskTier
-from kvstore.frame_specs import geometry_specs
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.frame.specs import geometry_specs
 from kvstore.tier import Tier
 
 BLOCK, PAGE, HEADS, DIM, PAGES = 4, 8, 2, 3, 16

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import xxhash
 import zstandard
 
-from kvstore.frame import FrameSpec, build_scatter
-from kvstore.frame_layout import CHECK_BYTES, FIXED, header_layout
+from kvstore.frame.layout import CHECK_BYTES, FIXED, header_layout
+from kvstore.frame.parsing import FrameSpec, build_scatter
 
 FIELDS = (8, 2, 2, 4, 32, 16, 16, 16, 2, 2, 4, 2, 2, 2, 2, 4, 4, 8, 8, 4, 2, 2)
 """Bytes of each field of the fixed part, in order."""

@@ -189,7 +189,7 @@ def test_a_uid_that_is_not_on_the_list_is_refused_and_one_that_is_has_an_arena_o
     script = (
         "import os, sys\n"
         "from tests.kvstore.daemon.kit import *\n"
-        "import kvstore.daemon.client, kvstore.daemon.link, xxhash, kvstore.frame, kvstore.daemon.frames\n"
+        "import kvstore.daemon.client, kvstore.daemon.link, xxhash, kvstore.frame.parsing, kvstore.daemon.frames\n"
         "put(DaemonTier('/nowhere'), [key_of(9)])\n"
         "os.setgid(12345); os.setuid(int(sys.argv[2]))\n"
         "tier = DaemonTier(sys.argv[1])\n"

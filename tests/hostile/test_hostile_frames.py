@@ -18,7 +18,7 @@ import xxhash
 import zstandard
 
 from kvstore import CopyKey
-from kvstore.frame import Frame, FrameFault, FrameHeader, FrameSpec, build_scatter, parse_frame, parse_header
+from kvstore.frame.parsing import Frame, FrameFault, FrameHeader, FrameSpec, build_scatter, parse_frame, parse_header
 
 FUZZ_COUNT = int(os.environ.get("FRAME_FUZZ_COUNT", "20000"))
 SECRET = b"sixteen or more bytes"

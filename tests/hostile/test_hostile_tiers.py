@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from kvstore.copy_key import CopyKey
-from kvstore.disk_catalog import Addition
-from kvstore.disk_tier import DiskTier
-from kvstore.frame import Frame, FrameFault, FrameHeader, FrameSpec, parse_frame, parse_header
-from kvstore.redis_tier import RedisTier
+from kvstore.disk_tier.catalog import Addition
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.frame.parsing import Frame, FrameFault, FrameHeader, FrameSpec, parse_frame, parse_header
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import ResultCode
 from tests.hostile.mutations import FIELDS, Mutator, frame_of, sealed

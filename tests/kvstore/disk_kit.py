@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
 

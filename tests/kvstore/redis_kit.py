@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.copy_key import CopyKey
-from kvstore.redis_links import LinkOptions
-from kvstore.redis_tier import RedisOptions, RedisTier
+from kvstore.redis_tier.links import LinkOptions
+from kvstore.redis_tier.tier import RedisOptions, RedisTier
 from kvstore.testing.transfer_contract import payload_of
 from kvstore.tier import ResultCode, Transfer
 

@@ -15,10 +15,10 @@ import zstandard
 
 from kvstore.compression import ZSTD, ZSTD_SPLIT, Packer, parse_staged, read_staged, stage_for, stage_of, staged_header
 from kvstore.copy_key import CopyKey
-from kvstore.disk_reader import DiskReader
-from kvstore.disk_tier import DiskTier
-from kvstore.frame import FrameFault, FrameSpec, parse_frame
-from kvstore.redis_tier import RedisTier
+from kvstore.disk_tier.reader import DiskReader
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.frame.parsing import FrameFault, FrameSpec, parse_frame
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ByteRow, ResultCode
 from tests.hostile.mutations import Mutator

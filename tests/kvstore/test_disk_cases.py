@@ -12,8 +12,8 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvstore.disk_layout import INDEX_NAME, key_digest
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.layout import INDEX_NAME, key_digest
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.testing.transfer_contract import key_of
 from quant import dispatch
 from quant.native.checksum import OPERATION
@@ -136,9 +136,9 @@ def test_frames_of_another_secret_are_misses(
 
 def test_a_forger_who_knows_every_sum_but_no_secret_is_a_miss(tmp_path: Path) -> None:
     """A whole and well-formed frame, flagged as signed, its keyed hash nothing but zeros."""
-    from kvstore.frame_build import blank_header
-    from kvstore.frame_heads import head_of
-    from kvstore.frame_specs import plain_specs
+    from kvstore.frame.build import blank_header
+    from kvstore.frame.heads import head_of
+    from kvstore.frame.specs import plain_specs
     from quant.native.summed_file import write_summed
 
     tier = DiskTier(tmp_path, 8 * MIB, secret=SECRET)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from allocator.errors import TierError
-from kvstore.disk_layout import INDEX_NAME
-from kvstore.disk_reader import GONE, DiskReader
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.layout import INDEX_NAME
+from kvstore.disk_tier.reader import GONE, DiskReader
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.disk_kit import INLINE, MISS, OK, SLOT, get, only_slot_file, program, put, stored
 
@@ -33,7 +33,7 @@ def test_case_110_an_index_that_was_cut_off_is_begun_anew(tmp_path: Path, fracti
     os.truncate(index, int(index.stat().st_size * fraction))
     text = """
         import sys
-        from kvstore.disk_tier import DiskTier
+        from kvstore.disk_tier.tier import DiskTier
         tier = DiskTier(sys.argv[1], 8 << 20)
         print(tier.copy_count, *[cause for cause in tier.counters() if "dropped" in cause], end="")
         tier.close()
@@ -77,7 +77,7 @@ def test_an_inspector_beside_a_writer_never_cries_wolf(tmp_path: Path) -> None:
     """Slots are given to other copies while they are read: such a copy is gone, not corrupt."""
     text = """
         import sys
-        from kvstore.disk_tier import DiskTier
+        from kvstore.disk_tier.tier import DiskTier
         from tests.kvstore.disk_kit import SLOT, put
         tier = DiskTier(sys.argv[1], 2 << 20)
         put(tier, range(16), SLOT)
@@ -111,7 +111,7 @@ def test_records_that_claim_too_much_cost_no_memory(tmp_path: Path) -> None:
     """Well-formed records of copies that cannot be there, in an index that somebody else wrote."""
     import lmdb
 
-    from kvstore.disk_layout import DiskRecord, class_bytes, key_digest
+    from kvstore.disk_tier.layout import DiskRecord, class_bytes, key_digest
 
     tier = DiskTier(tmp_path, 4 * MIB)
     put(tier, [1, 2, 3], SLOT)

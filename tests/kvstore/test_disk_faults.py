@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from allocator.errors import TierError
-from kvstore.disk_catalog import DiskCatalog
-from kvstore.disk_layout import INDEX_NAME
-from kvstore.disk_reader import DiskReader
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.catalog import DiskCatalog
+from kvstore.disk_tier.layout import INDEX_NAME
+from kvstore.disk_tier.reader import DiskReader
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import GetItem, PutItem
 from tests.kvstore.disk_kit import (
@@ -223,7 +223,7 @@ def test_case_103_killed_readers_do_not_use_up_the_slots(tmp_path: Path) -> None
     text = """
         import os, sys, signal
         from pathlib import Path
-        from kvstore.disk_catalog import DiskCatalog
+        from kvstore.disk_tier.catalog import DiskCatalog
         for _ in range(200):
             child = os.fork()
             if child == 0:
@@ -247,7 +247,7 @@ def test_a_reader_of_an_old_state_never_makes_the_budget_burst(tmp_path: Path) -
         put(tier, [n], INLINE)
     text = """
         import sys
-        from kvstore.disk_reader import DiskReader
+        from kvstore.disk_tier.reader import DiskReader
         with DiskReader(sys.argv[1]) as reader:
             rows = reader.records()
             print(next(rows).payload_bytes, flush=True)
@@ -275,7 +275,7 @@ def test_case_123_one_writer_a_directory(tmp_path: Path) -> None:
     text = """
         import sys
         from allocator.errors import TierError
-        from kvstore.disk_tier import DiskTier
+        from kvstore.disk_tier.tier import DiskTier
         try:
             DiskTier(sys.argv[1], 4 << 20)
         except TierError as error:
@@ -293,7 +293,7 @@ def test_case_123_one_writer_a_directory(tmp_path: Path) -> None:
 def test_case_123_a_forked_child_neither_uses_nor_unlocks_it(tmp_path: Path) -> None:
     text = """
         import os, sys
-        from kvstore.disk_tier import DiskTier
+        from kvstore.disk_tier.tier import DiskTier
         from kvstore.testing.transfer_contract import key_of
         tier = DiskTier(sys.argv[1], 4 << 20)
         tier.submit_put([(key_of(1), [b"x" * 80000])])
@@ -326,7 +326,7 @@ def test_case_123_many_processes_open_and_read(tmp_path: Path) -> None:
     put(tier, range(4), SLOT)
     text = """
         import os, sys
-        from kvstore.disk_reader import DiskReader
+        from kvstore.disk_tier.reader import DiskReader
         children = []
         for _ in range(50):
             child = os.fork()
@@ -351,7 +351,7 @@ def test_case_123_many_processes_open_and_read(tmp_path: Path) -> None:
 
 def test_case_115_a_fast_path_that_is_not_there_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that makes no holes: room comes back from the ends of files, and every request ends."""
-    monkeypatch.setattr("kvstore.disk_slots._make_hole", lambda fd, offset, length: False)
+    monkeypatch.setattr("kvstore.disk_tier.slots._make_hole", lambda fd, offset, length: False)
     tier = DiskTier(tmp_path, 8 * MIB)
     assert not tier._slots.can_punch
     for turn, size in enumerate((SLOT, 300_000, SLOT, 1 << 20)):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.disk_kit import FULL, INLINE, MISS, OK, SIZES, SLOT, get, program, put, small_file_system, stored
 from tests.kvstore.test_disk_kill import WRITER, killed_rounds
@@ -72,7 +72,7 @@ def test_a_directory_that_turns_read_only_under_a_running_tier() -> None:
     text = """
         import os, sys, time
         from pathlib import Path
-        from kvstore.disk_tier import DiskTier
+        from kvstore.disk_tier.tier import DiskTier
         from tests.kvstore.disk_kit import OK, get, put
         directory = Path(sys.argv[1])
         tier = DiskTier(directory, 8 << 20, retry_seconds=0.02)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.tier import DiskTier
 from tests.kvstore.disk_kit import OK, get, program, put, size_of, stored
 
 CAPACITY = 3 << 20
 WRITER = """
     import sys
     import numpy as np
-    from kvstore.disk_tier import DiskTier
+    from kvstore.disk_tier.tier import DiskTier
     from kvstore.testing.transfer_contract import key_of, payload_of
     from tests.kvstore.disk_kit import size_of
     tier = DiskTier(sys.argv[1], int(sys.argv[2]), sync=(sys.argv[4:] or ["none"])[0])

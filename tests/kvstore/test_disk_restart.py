@@ -10,10 +10,10 @@ import lmdb
 import pytest
 
 from allocator.errors import ConfigError, TierError
-from kvstore.disk_layout import INDEX_NAME, LOCK_NAME, key_digest
-from kvstore.disk_reader import DiskReader
-from kvstore.disk_tier import DiskTier
-from kvstore.frame_specs import plain_specs
+from kvstore.disk_tier.layout import INDEX_NAME, LOCK_NAME, key_digest
+from kvstore.disk_tier.reader import DiskReader
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.frame.specs import plain_specs
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import PutItem
 from tests.kvstore.disk_kit import (
@@ -246,8 +246,8 @@ def test_an_inspector_reads_what_a_writer_holds(tmp_path: Path) -> None:
 def inspect_elsewhere(directory: Path) -> bytes:
     text = """
         import sys
-        from kvstore.disk_reader import DiskReader
-        from kvstore.frame_specs import plain_specs
+        from kvstore.disk_tier.reader import DiskReader
+        from kvstore.frame.specs import plain_specs
         with DiskReader(sys.argv[1]) as reader:
             records = list(reader.records())
             print(len(records), sum(reader.verify(one, plain_specs) is not None for one in records), end="")

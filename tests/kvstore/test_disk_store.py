@@ -9,7 +9,7 @@ import pytest
 
 from allocator import ConfigError, TierError
 from kvstore import Identity, KVStoreConfig
-from kvstore.frame_specs import geometry_specs, plain_specs
+from kvstore.frame.specs import geometry_specs, plain_specs
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.conftest import full_geometry, hybrid_geometry
 from tests.kvstore.driving import check_bytes, run_prompt

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import CopyKey, UsageError
-from kvstore.frame import (
+from kvstore.frame.parsing import (
     Frame,
     FrameFault,
     FrameHeader,

@@ -1,15 +1,15 @@
-"""Stamped headers are the ones that frame_build makes, and nothing else passes for them."""
+"""Stamped headers are the ones that frame.build makes, and nothing else passes for them."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvstore.copy_key import CopyKey
-from kvstore.frame import FrameHeader, FrameSpec, build_joined_header, parse_header
-from kvstore.frame_build import joined_checksums
-from kvstore.frame_layout import Cut
-from kvstore.frame_specs import plain_specs
-from kvstore.frame_stamp import HeaderStamp
+from kvstore.frame.build import joined_checksums
+from kvstore.frame.layout import Cut
+from kvstore.frame.parsing import FrameHeader, FrameSpec, build_joined_header, parse_header
+from kvstore.frame.specs import plain_specs
+from kvstore.frame.stamp import HeaderStamp
 from kvstore.testing.transfer_contract import key_of, payload_of
 
 FORMS = [

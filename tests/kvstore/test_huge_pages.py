@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.machine import huge_pages
-from kvstore.host_arena import HostArena
+from kvstore.host_tier.arena import HostArena
 
 SIZE = 32 << 20
 

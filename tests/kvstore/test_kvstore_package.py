@@ -41,7 +41,7 @@ import sys
 import kvstore, kvstore.testing
 light = set(sys.modules)
 from kvstore import CopyKey, EventStream, HashChain, HostTier, Identity, KVStoreConfig, Media, Tier
-import kvstore.costs, kvstore.frame, kvstore.metrics
+import kvstore.costs, kvstore.frame.parsing, kvstore.metrics
 from kvstore.testing import FaultyTier, ManualClock, SteppedExecutor, TierContract
 assert not light & {"numpy", "torch", "xxhash", "prometheus_client", "pytest"}, sorted(light)
 heavy = {"torch", "cupy", "redis", "lmdb", "transformers", "pytest", "hypothesis"} & set(sys.modules)

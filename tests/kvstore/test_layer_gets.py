@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.disk_tier import DiskTier
-from kvstore.frame_layout import Cut, cut_of
-from kvstore.host_tier import HostTier
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.frame.layout import Cut, cut_of
+from kvstore.host_tier.tier import HostTier
 from kvstore.layer_progress import LayerProgress
-from kvstore.redis_tier import RedisTier
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import CopyKey, ResultCode, Tier, Transfer
 from tests.kvstore.redis_kit import options, remote_tier
@@ -272,7 +272,7 @@ def test_frames_of_one_segment_and_packed_ones_are_still_read(
         with monkeypatch.context() as patch, make() as tier:  # type: ignore[attr-defined]
             tier.clear()
             if way == "before":
-                for module in ("kvstore.frame_heads", "kvstore.redis_frames"):
+                for module in ("kvstore.frame.heads", "kvstore.redis_tier.frames"):
                     patch.setattr(f"{module}.cut_of", lambda key, size: Cut((key.layers,), (size,)))
                 put(tier)
             else:

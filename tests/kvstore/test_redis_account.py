@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.redis_tier import RedisTier
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.clock import ManualClock
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode

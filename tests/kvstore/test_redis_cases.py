@@ -13,9 +13,9 @@ import zstandard
 
 from allocator.errors import ConfigError
 from kvstore.copy_key import CopyKey
-from kvstore.frame import FrameSpec, build_scatter
-from kvstore.frame_specs import plain_specs
-from kvstore.redis_tier import RedisTier
+from kvstore.frame.parsing import FrameSpec, build_scatter
+from kvstore.frame.specs import plain_specs
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import ResultCode
 from tests.kvstore.redis_kit import SIZE_BYTES, get, options, put, remote_tier

@@ -13,7 +13,7 @@ import redis.connection
 from redis.crc import key_slot
 
 from kvstore.executor import ThreadExecutor
-from kvstore.redis_tier import RedisTier
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.redis_kit import get, options, put, remote_tier, until_ok

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from allocator.errors import TierError
 from kvstore.copy_key import CopyKey
 from kvstore.executor import ThreadExecutor
-from kvstore.redis_tier import RedisTier
+from kvstore.redis_tier.tier import RedisTier
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.redis_kit import get, options, put, remote_tier, until_ok

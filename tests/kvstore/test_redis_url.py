@@ -6,8 +6,8 @@ import pytest
 
 from allocator.errors import ConfigError
 from kvstore.circuit_breaker import CircuitBreaker
-from kvstore.redis_links import is_tested
-from kvstore.redis_url import RedisAddress, Topology, parse_redis_url, redacted
+from kvstore.redis_tier.links import is_tested
+from kvstore.redis_tier.url import RedisAddress, Topology, parse_redis_url, redacted
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from allocator import UnknownSequence
 from kvstore.executor import ThreadExecutor
-from kvstore.frame_specs import geometry_specs
-from kvstore.redis_tier import RedisOptions, RedisTier
+from kvstore.frame.specs import geometry_specs
+from kvstore.redis_tier.tier import RedisOptions, RedisTier
 from tests.kvstore.conftest import full_geometry, hybrid_geometry
 from tests.kvstore.driving import HeldExecutor, check_bytes, run_prompt
 from tests.servers import Server, shared_server

@@ -10,9 +10,9 @@ import pytest
 
 from allocator import TierError
 from kvstore import Identity
-from kvstore.disk_tier import DiskTier
-from kvstore.redis_frames import KeyNames
-from kvstore.redis_tier import RedisTier
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.redis_tier.frames import KeyNames
+from kvstore.redis_tier.tier import RedisTier
 from tests.kvstore.conftest import full_geometry
 from tests.kvstore.disk_kit import program
 from tests.kvstore.driving import run_prompt

@@ -19,12 +19,12 @@ import pytest
 from kvstore.cli import main
 from kvstore.cli.inspect_report import duration, size
 from kvstore.copy_key import CopyKey
-from kvstore.disk_tier import DiskTier
-from kvstore.frame import FrameSpec, build_scatter
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.frame.parsing import FrameSpec, build_scatter
 from kvstore.inspection import MOST_FAMILIES, Selection
-from kvstore.redis_inspection import NamespaceInspector, parse_name
-from kvstore.redis_tier import RedisTier
-from kvstore.redis_url import parse_redis_url
+from kvstore.redis_tier.inspection import NamespaceInspector, parse_name
+from kvstore.redis_tier.tier import RedisTier
+from kvstore.redis_tier.url import parse_redis_url
 from kvstore.testing.transfer_contract import key_of, payload_of
 from tests.kvstore.disk_kit import INLINE, OK, SLOT, only_slot_file, program, stored
 from tests.servers import Cluster, Server
@@ -125,7 +125,7 @@ def test_a_directory_in_use_can_be_looked_at_and_is_not_deleted_from(
 ) -> None:
     text = """
         import sys
-        from kvstore.disk_tier import DiskTier
+        from kvstore.disk_tier.tier import DiskTier
         from tests.kvstore.disk_kit import INLINE, put
         tier = DiskTier(sys.argv[1], 4 << 20)
         put(tier, range(8), INLINE)
@@ -342,7 +342,7 @@ def test_hostile_namespaces_break_nothing(inspect: Callable[..., Any]) -> None:
 
 
 def test_names_are_parsed_back() -> None:
-    from kvstore.redis_frames import KeyNames
+    from kvstore.redis_tier.frames import KeyNames
 
     names = KeyNames("kv1")
     for key in (key_of(1), int4_key(2), key_of(3, codec="a/b: c%", heads=(7, 65535), group=65535)):

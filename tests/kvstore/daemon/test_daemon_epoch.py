@@ -13,8 +13,8 @@ import pytest
 from allocator.errors import TierError
 from kvstore.daemon import Daemon, DaemonTier, protocol
 from kvstore.daemon.epochs import DomainEpoch, DomainEpochs
-from kvstore.disk_tier import DiskTier
-from kvstore.redis_tier import RedisTier
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.redis_tier.tier import RedisTier
 from tests.kvstore.daemon.kit import RawClient, ServeProcess, settings, until
 from tests.kvstore.disk_kit import program
 from tests.kvstore.driving import check_bytes, run_prompt
@@ -33,7 +33,7 @@ CLIENT = """
     from kvstore import Identity, KVStore, KVStoreConfig
     from kvstore.daemon import DaemonTier
     from kvstore.executor import ThreadExecutor
-    from kvstore.frame_specs import geometry_specs
+    from kvstore.frame.specs import geometry_specs
     from tests.kvstore.conftest import full_geometry
     from tests.kvstore.driving import check_bytes, run_prompt
 

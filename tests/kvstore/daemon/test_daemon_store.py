@@ -12,7 +12,7 @@ from allocator.errors import TierError
 from kvstore import Identity
 from kvstore.daemon import DaemonTier
 from kvstore.executor import ThreadExecutor
-from kvstore.frame_specs import geometry_specs
+from kvstore.frame.specs import geometry_specs
 from tests.kvstore.conftest import full_geometry
 from tests.kvstore.daemon.kit import ServeProcess, until
 from tests.kvstore.driving import check_bytes, run_prompt

@@ -13,7 +13,7 @@ from allocator.errors import UsageError
 from kvstore.daemon import Daemon, DaemonTier
 from kvstore.daemon.forms import Form
 from kvstore.daemon.protocol import PLACE, Place
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier.tier import DiskTier
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode

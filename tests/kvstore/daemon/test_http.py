@@ -23,7 +23,7 @@ from kvstore.daemon import Daemon, DaemonSettings, DaemonTier
 from kvstore.daemon.http_app import BODY_BYTES_LIMIT
 from kvstore.daemon.http_server import HttpServer
 from kvstore.executor import ThreadExecutor
-from kvstore.frame_specs import geometry_specs
+from kvstore.frame.specs import geometry_specs
 from kvstore.http_access import is_loopback, names_loopback, read_address
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import PutItem, ResultCode

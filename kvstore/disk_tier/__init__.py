@@ -1,0 +1,1 @@
+"""Copies in a directory: `DiskTier` over an LMDB index and a slot file. Bytes in docs/formats/disk.md."""
