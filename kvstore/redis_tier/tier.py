@@ -135,8 +135,9 @@ class RedisTier(QueuedTier):
         count = self._ledger.drop(asked)
 
         def unlink() -> None:
-            self._unlink(asked)
-            self._ledger.drop(asked)  # a put that was under way may have told of them meanwhile
+            self._remove(asked)
+            if self._ledger.drop(asked):  # a put that was under way has told of them meanwhile
+                self._remove(asked)
 
         self._background(unlink, self._executor)
         return count
@@ -244,8 +245,7 @@ class RedisTier(QueuedTier):
             results.append(code)
             if code is ResultCode.CORRUPT:
                 bad.append(order.item.key)
-        if bad:
-            self._unlink(bad)
+        self._remove(bad)
         return results
 
     def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
@@ -255,7 +255,7 @@ class RedisTier(QueuedTier):
         rounds = LayerRounds(transfer.progress, jobs, self._waker)
         ask = partial(ask_parts, self.links, transfer, ttl_ms=self._ttl_ms)
         results = get_by_layers(rounds, orders, forms, ask, whole, self._read_result)
-        self._unlink([job.key for job, code in zip(jobs, results, strict=True) if code is ResultCode.CORRUPT])
+        self._remove([job.key for job, code in zip(jobs, results, strict=True) if code is ResultCode.CORRUPT])
         return results
 
     def _read_result(self, order: Order, sink: FrameSink | PartSink | None) -> ResultCode:
@@ -263,18 +263,19 @@ class RedisTier(QueuedTier):
         if reply is None or not order.size_bytes:
             self._ledger.missed(key)
             return ResultCode.MISS
-        if isinstance(reply, int) and sink is not None:
-            if sink.fault is None:
-                self._ledger.renewed(key, reply + _NAME_BYTES)
-                return ResultCode.OK
-            self._count(f"fault_{sink.fault}")
+        is_wrong_type = isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
+        if not is_wrong_type and (sink is None or not isinstance(reply, int)):
+            return self._failure(reply)
+        fault = "type" if is_wrong_type or sink is None else sink.fault
+        if fault is None and isinstance(reply, int):
+            self._ledger.renewed(key, reply + _NAME_BYTES)
+            return ResultCode.OK
+        self._count(f"fault_{fault}")
+        if fault in _OUR_SECRET_MATTER:
             self._ledger.missed(key)
-            return ResultCode.MISS if sink.fault in _OUR_SECRET_MATTER else ResultCode.CORRUPT
-        if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
-            self._count("fault_type")
-            self._ledger.missed(key)
-            return ResultCode.CORRUPT
-        return self._failure(reply)
+            return ResultCode.MISS
+        self._ledger.drop([key])
+        return ResultCode.CORRUPT
 
     # writing ---------------------------------------------------------------------------------------------------------
 
@@ -297,7 +298,8 @@ class RedisTier(QueuedTier):
                 self._evict(victims)
             if transfer.cancelled:
                 results[job.key] = ResultCode.CANCELLED
-            elif not self._ledger.reserve(size):
+                continue
+            if not self._ledger.reserve(size):
                 if orders:  # what is about to be written holds the room: write it, then it may be evicted
                     results |= self._send(transfer, orders, generation)
                     orders = []
@@ -305,9 +307,7 @@ class RedisTier(QueuedTier):
                 if not self._ledger.reserve(size):
                     results[job.key] = ResultCode.FULL
                     continue
-                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
-            else:
-                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
+            orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
         return results | self._send(transfer, orders, generation)
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
@@ -352,10 +352,14 @@ class RedisTier(QueuedTier):
 
     def _evict(self, victims: Sequence[Known]) -> None:
         if victims:
-            done = self._unlink(victims)
-            self._ledger.gone(one for one in victims if done[one])
-            self._ledger.stay(one for one in victims if not done[one])
-            self._count("evicted", sum(done.values()))
+            self._count("evicted", self._remove(victims))
+
+    def _remove(self, leaving: Sequence[Known]) -> int:
+        """Unlink what the ledger has as leaving; how many the server confirms. The others stay counted."""
+        done = self._unlink(leaving) if leaving else {}
+        self._ledger.gone(one for one in leaving if done[one])
+        self._ledger.stay(one for one in leaving if not done[one])
+        return sum(done.values())
 
     def _unlink(self, keys: Iterable[Known]) -> dict[Known, bool]:
         """Which of them the server confirms to be gone."""
