@@ -30,7 +30,7 @@ from kvstore.frame.parsing import FrameFault
 from kvstore.frame.specs import SpecSource, plain_specs
 from kvstore.layer_progress import LayerRounds
 from kvstore.queued_tier import QueuedTier
-from kvstore.redis_tier.dispatch import BREAKER_OPEN, INTERRUPTED, Lost, Order, dispatch
+from kvstore.redis_tier.dispatch import BREAKER_OPEN, INTERRUPTED, Lost, Order, command_each, dispatch
 from kvstore.redis_tier.epoch import SharedEpoch
 from kvstore.redis_tier.frames import Forms, FrameSink, KeyNames, PartSink, header_of
 from kvstore.redis_tier.layers import ask_parts, get_by_layers
@@ -38,7 +38,7 @@ from kvstore.redis_tier.ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_tier.links import LinkOptions, Links, Node
 from kvstore.redis_tier.protocol import ErrorReply, PutOrder, Reply, Wire
 from kvstore.redis_tier.space import Namespace
-from kvstore.redis_tier.url import RedisAddress, parse_redis_url
+from kvstore.redis_tier.url import RedisAddress, Topology, parse_redis_url
 from kvstore.tier import Job, ResultCode, Transfer
 
 _NAME_BYTES = 256  # what a key's name and the server's own bookkeeping cost, about
@@ -233,8 +233,8 @@ class RedisTier(QueuedTier):
                 return wire.get(items, self._ttl_ms, node.has_getex, asking)
 
             replies = ask()
-            if node.has_getex and any(isinstance(one, ErrorReply) and _is_unknown(one) for one in replies):
-                node.has_getex = False  # Redis before 6.2, or an ACL without it
+            if node.has_getex and any(isinstance(one, ErrorReply) and self._cannot_getex(one) for one in replies):
+                node.has_getex = False
                 replies = ask()
             return replies
 
@@ -247,6 +247,12 @@ class RedisTier(QueuedTier):
                 bad.append(order.item.key)
         self._remove(bad)
         return results
+
+    def _cannot_getex(self, reply: ErrorReply) -> bool:
+        """Redis before 6.2, an ACL without it, or a URL that names a replica, where GETEX is a write."""
+        if reply.code == "READONLY":
+            return self.address.topology is Topology.SINGLE
+        return reply.code == "NOPERM" or "unknown command" in reply.line.lower()
 
     def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
         orders = [Order(self._names.of(job.key), job.size_bytes, job) for job in jobs]
@@ -364,13 +370,13 @@ class RedisTier(QueuedTier):
     def _unlink(self, keys: Iterable[Known]) -> dict[Known, bool]:
         """Which of them the server confirms to be gone."""
         orders = [Order(one if isinstance(one, bytes) else self._names.of(one), 0, one) for one in keys]
-        _command(self.links, orders, lambda order: [b"UNLINK", order.name])
+        command_each(self.links, orders, lambda order: [b"UNLINK", order.name])
         return {order.item: isinstance(order.reply, int) for order in orders}
 
     def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, Reply | Lost]:
         """Set times to live anew; 1 where a copy is there, 0 where it is gone."""
         orders = [Order(self._names.of(key), 0, key) for key in keys]
-        _command(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
+        command_each(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
         for order in orders:
             if order.reply == 1:
                 self._ledger.renewed(order.item)
@@ -382,7 +388,7 @@ class RedisTier(QueuedTier):
         with self._wanted_lock:
             keys, self._wanted = self._wanted, []
         orders = [Order(self._names.of(key), 0, key) for key in keys]
-        _command(self.links, orders, lambda order: [b"STRLEN", order.name])
+        command_each(self.links, orders, lambda order: [b"STRLEN", order.name])
         for order in orders:
             if isinstance(order.reply, int):
                 self._ledger.answer(order.item, order.reply + _NAME_BYTES if order.reply > 0 else None)
@@ -419,18 +425,9 @@ class RedisTier(QueuedTier):
                 self._count(f"failed_{type(error).__name__}")
 
 
-def _is_unknown(reply: ErrorReply) -> bool:
-    return reply.code == "NOPERM" or "unknown command" in reply.line.lower()
-
-
 def _may_have_come(reply: Reply | Lost) -> bool:
     """Whether a server that gave no answer may have taken the command all the same."""
     return isinstance(reply, Lost) and reply.cause != BREAKER_OPEN
-
-
-def _command(links: Links, orders: Sequence[Order], command: Callable[[Order], list[bytes]]) -> None:
-    if orders:
-        dispatch(links, orders, lambda wire, _, window, asking: wire.call([command(one) for one in window], asking))
 
 
 def _by_bytes(jobs: Sequence[Job], limit_bytes: int = 16 << 20) -> Iterable[list[Job]]:

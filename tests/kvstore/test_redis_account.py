@@ -117,3 +117,20 @@ def test_what_a_server_refuses_to_drop_stays_counted_and_goes_later() -> None:
         assert tier.used_bytes == bytes_there(server)
         assert not any(tier.contains(keys[:3]))
         tier.check_invariants()
+
+
+def test_a_url_that_names_a_replica_reads_and_says_that_it_cannot_write() -> None:
+    """A standalone URL on a read-only replica: what is there is served (without new times to live), puts fail."""
+    with Server() as master, Server() as replica, remote_tier(master.unix_url) as writer:
+        assert put(writer, [key_of(1), key_of(2)]) == [ResultCode.OK] * 2
+        replica.command("REPLICAOF", "127.0.0.1", master.port)
+        deadline = time.monotonic() + 30
+        while replica.command("DBSIZE") < master.command("DBSIZE"):
+            assert time.monotonic() < deadline, "the replica has not caught up"
+            time.sleep(0.05)
+        with remote_tier(replica.unix_url) as tier:
+            assert get(tier, [key_of(1), key_of(2), key_of(3)]) == [ResultCode.OK] * 2 + [ResultCode.MISS]
+            assert put(tier, [key_of(4)]) == [ResultCode.FAILED]
+            assert get(tier, [key_of(1)]) == [ResultCode.OK], "a refused put says nothing of reads"
+            assert tier.counters()["refused_READONLY"] > 0
+            tier.check_invariants()
