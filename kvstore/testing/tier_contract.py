@@ -189,7 +189,7 @@ class TierContract(TransferContract):
         self._random_work(self.make_tier(self.capacity_bytes, ThreadExecutor("contract")), seed=1)
 
     def test_random_work_with_every_fault_never_gives_wrong_bytes(self) -> None:
-        for seed in range(3):
+        for seed in range(self.fault_rounds):
             inner = self.make_tier(self.capacity_bytes, ThreadExecutor("contract"))
             tier = FaultyTier(inner, Faults.everywhere(0.08), seed=seed)
             self._random_work(tier, seed)

@@ -55,6 +55,8 @@ class TransferContract:
     leaves_first: ClassVar[bool] = False
     pins: ClassVar[bool] = False
     timeout_seconds: ClassVar[float] = 20.0
+    fault_rounds: ClassVar[int] = 3
+    """Rounds of random work with faults; each has a seed of its own."""
 
     def make_tier(self, capacity_bytes: int, executor: Executor) -> Tier:
         """A fresh, empty tier with exactly this budget."""

@@ -121,14 +121,14 @@ def test_what_a_server_refuses_to_drop_stays_counted_and_goes_later() -> None:
 
 def test_a_url_that_names_a_replica_reads_and_says_that_it_cannot_write() -> None:
     """A standalone URL on a read-only replica: what is there is served (without new times to live), puts fail."""
-    with Server() as master, Server() as replica, remote_tier(master.unix_url) as writer:
+    with Server() as master, Server() as replica, remote_tier(f"{master.unix_url}?namespace=two") as writer:
         assert put(writer, [key_of(1), key_of(2)]) == [ResultCode.OK] * 2
         replica.command("REPLICAOF", "127.0.0.1", master.port)
         deadline = time.monotonic() + 30
         while replica.command("DBSIZE") < master.command("DBSIZE"):
             assert time.monotonic() < deadline, "the replica has not caught up"
             time.sleep(0.05)
-        with remote_tier(replica.unix_url) as tier:
+        with remote_tier(f"{replica.unix_url}?namespace=two") as tier:
             assert get(tier, [key_of(1), key_of(2), key_of(3)]) == [ResultCode.OK] * 2 + [ResultCode.MISS]
             assert put(tier, [key_of(4)]) == [ResultCode.FAILED]
             assert get(tier, [key_of(1)]) == [ResultCode.OK], "a refused put says nothing of reads"
