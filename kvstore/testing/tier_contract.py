@@ -133,6 +133,7 @@ class TierContract(TransferContract):
             assert results[1] is MISS or (results[1] is OK and np.array_equal(buffer, old))
             assert tier.contains([key]) == [True]
             tier.delete([key])
+            executor.run_all()
             assert tier.used_bytes == 0
 
     def test_case_079_a_read_that_waits_never_gets_the_bytes_of_who_came_after(self) -> None:

@@ -265,6 +265,7 @@ class TransferContract:
                 done += tier.poll()
                 assert [completion.transfer for completion in done] == [transfer], order
                 assert tier.delete([key_of(1)]) == 1, f"{order}: the copy is still held"
+                executor.run_all()
                 assert tier.used_bytes == 0, order
 
     def test_case_077_buffers_are_let_go_with_the_completion(self) -> None:
