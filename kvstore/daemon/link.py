@@ -319,8 +319,7 @@ class Link:
             self._forget_mappings()
             self._writes.clear()
             if self.boot and self.boot != answer.boot:
-                self.counts["daemon_restarts"] += 1
-                self._cut_off.clear()
+                self.counts["daemon_restarts"] += 1  # a daemon that took over waits to hear what is unmapped
             self._token = answer.token
             self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
             self._page, self._read_page = page, follower(page.data)
