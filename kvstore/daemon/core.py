@@ -28,6 +28,7 @@ from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.slots import ArenaSegment, stored_event
 from kvstore.daemon.spilling import Spilling
 from kvstore.daemon.tally import Tally
+from kvstore.daemon.tell_tale import TellTales
 from kvstore.events import Event, EventStream
 from kvstore.frame.parsing import FrameFault
 from kvstore.tier import Tier
@@ -61,6 +62,7 @@ class Core:
         self.known_forms = KnownForms() if known_forms is None else known_forms
         self.boot = os.urandom(16)
         self.lock = threading.Lock()
+        self.tell_tales = TellTales()
         self.handover = handover
         make, forget = (SegmentMemory, None) if handover is None else (handover.make, handover.forget)
         self.pool = SegmentPool(settings.store.host_bytes, settings.segment_bytes, make, forget)
@@ -81,12 +83,7 @@ class Core:
         if handover is not None:
             handover.take_over(self)
         self.pool.make_first()
-        self._preparer = threading.Thread(
-            target=lambda: self.pool.prepare(self.lock, self._prepare, all_of_it=settings.store.host_prefault),
-            name="kvstore-segments",
-            daemon=True,
-        )
-        self._preparer.start()
+        self._preparer = self.pool.prepare(self.lock, self._prepare, all_of_it=settings.store.host_prefault)
 
     # who is there ----------------------------------------------------------------------------------------------------
 
@@ -95,8 +92,7 @@ class Core:
         found = self.arenas.get(domain)
         if found is None:
             events = None if domain else self.events
-            ledger = None if self.handover is None else self.handover.ledger
-            size = self.settings.segment_bytes
+            ledger, size = None if self.handover is None else self.handover.ledger, self.pool.segment_bytes
             found = self.arenas[domain] = ArenaIndex(size, self.pool.take, events, domain=domain, ledger=ledger)
             self._daemons[domain] = Holder(next(self.numbers), found)
             for name, quota in self.quotas.items():
@@ -433,6 +429,7 @@ class Core:
         self._prepare.set()
         self._preparer.join()
         self.epochs.close()
+        self.tell_tales.close()
         for lower in self.lowers:
             try:
                 lower.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from allocator.errors import CapacityError
@@ -88,8 +89,14 @@ class SegmentPool:
         segment.memory.close()
         self.made -= 1
 
-    def prepare(self, lock: threading.Lock, wake: threading.Event, *, all_of_it: bool) -> None:
-        """Reserve memory ahead of its use, until `stop`: a thread's work. lock: the daemon's."""
+    def prepare(self, lock: threading.Lock, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
+        """Reserve memory ahead of its use until `stop`, on a thread that is started. lock: the daemon's."""
+        work = partial(self._prepare, lock, wake, all_of_it)
+        thread = threading.Thread(target=work, name="kvstore-segments", daemon=True)
+        thread.start()
+        return thread
+
+    def _prepare(self, lock: threading.Lock, wake: threading.Event, all_of_it: bool) -> None:
         while not self._stopped:
             with lock:
                 may = (all_of_it or len(self.ready) < 1) and self.begin_make()
