@@ -70,8 +70,9 @@ class Handover:
         return memory
 
     def forget(self, memory: SegmentMemory) -> None:
-        """The keeper lets go of it too."""
-        self._notify.remove(memory.name)
+        """The keeper lets go of it too. Under the daemon's lock, so nobody waits: a name that stays is dropped by the
+        next daemon, and its memory has been given back."""
+        self._notify.remove(memory.name, wait=False)
 
     def read_epoch(self, domain: str) -> int:
         """As the earlier daemon left it; see DomainEpochs."""
@@ -161,13 +162,14 @@ class Handover:
         nobody: dict[str, Holder] = {}
         for row in self.ledger.read_segments():
             descriptors = self._segments.pop(row.name, [])
-            holder = clients.get(row.token) if row.is_held else None
-            if row.is_held and holder is None and process_start(row.pid) == row.started and row.started:
-                holder = self._client(core, row)
+            why_not = self._why_not(row, descriptors)
+            holder, memory = None, None
+            if row.is_held and not why_not:
+                holder = clients.get(row.token) or self._client(core, row)
                 if holder is not None:
                     clients[row.token] = holder
-            why_not = self._why_not(row, descriptors, holder)
-            memory = None
+                elif process_start(row.pid) == row.started:
+                    why_not = "unwatched_writer"
             if not why_not:
                 try:
                     memory = SegmentMemory.taken_over(descriptors[0], core.settings.segment_bytes, row.name)
@@ -196,7 +198,7 @@ class Handover:
         self.counts["segments"] = len(taken)
         return taken
 
-    def _why_not(self, row: KeptSegment, descriptors: list[int], holder: Holder | None) -> str:
+    def _why_not(self, row: KeptSegment, descriptors: list[int]) -> str:
         settings = self._settings
         known = {"", *(name for name, _ in settings.domains)}
         uid = row.domain.removeprefix("uid-")
@@ -206,12 +208,12 @@ class Handover:
             return "domain"
         if row.is_held and not row.started:
             return "unseen_writer"
-        if row.is_held and holder is None and process_start(row.pid) == row.started:
-            return "unwatched_writer"
         return "" if 0 <= row.slot_bytes <= settings.segment_bytes else "damaged"
 
     def _client(self, core: Core, row: KeptSegment) -> Holder | None:
         """The process that may still write there, waited for. None: it is gone, or cannot be waited for."""
+        if process_start(row.pid) != row.started:
+            return None
         try:
             pid_fd = os.pidfd_open(row.pid)
         except OSError:

@@ -113,7 +113,7 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
-            _become(self._command, environ, names)
+            become(self._command, environ, names)
         finally:
             os._exit(127)
 
@@ -157,8 +157,8 @@ class Keeper:
         return sum(map(len, self.kept.values()))
 
 
-def _become(command: Sequence[str], environ: Mapping[str, str], named: Sequence[tuple[str, int]]) -> None:
-    """In the child: this command, with the descriptors at 3 and up."""
+def become(command: Sequence[str], environ: Mapping[str, str], named: Sequence[tuple[str, int]]) -> None:
+    """This process goes on as the command, with the descriptors at 3 and up."""
     import fcntl
 
     above = FIRST_FD + len(named)

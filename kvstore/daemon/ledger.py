@@ -178,10 +178,9 @@ class Ledger:
 
     def keep(self, entry: ArenaEntry) -> None:
         """A copy has been published. One that has a row already keeps it."""
-        if entry.row != NO_ROW or entry.segment.row == NO_ROW:
-            self.counts["unkept"] += entry.row == NO_ROW
+        if entry.row != NO_ROW:
             return
-        form = self._form_row(entry.form)
+        form = None if entry.segment.row == NO_ROW else self._form_row(entry.form)
         row = self._new_row() if form is not None else NO_ROW
         if form is None or row == NO_ROW:
             self.counts["unkept"] += 1

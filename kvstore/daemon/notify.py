@@ -41,9 +41,9 @@ class NotifySocket:
         """Hand over a duplicate; of a name that is kept already a second one. It is not polled."""
         return self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (descriptor,))
 
-    def remove(self, name: str) -> bool:
-        """Let go what is kept under this name. Does not wait: one that stays is found at the next start."""
-        return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", (), seconds=0)
+    def remove(self, name: str, *, wait: bool = True) -> bool:
+        """Let go what is kept under this name."""
+        return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", (), _SEND_SECONDS if wait else 0)
 
     def _send(self, message: str, descriptors: tuple[int, ...], seconds: float = _SEND_SECONDS) -> bool:
         address = "\0" + self.address[1:] if self.address.startswith("@") else self.address

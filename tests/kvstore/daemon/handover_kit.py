@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from kvstore.daemon import Daemon, DaemonSettings
 from kvstore.daemon.notify import MOST_MESSAGE_BYTES, MOST_MESSAGE_FDS, NotifySocket
 from kvstore.tier import Tier
+from tests.kvstore.daemon.kit import ROOT, ServeProcess, until
 
 
 class FdStore:
@@ -45,8 +48,7 @@ class FdStore:
     def given(self) -> dict[str, list[int]]:
         """Duplicates, as a started process gets them. What was sent before has arrived."""
         NotifySocket(self.path).tell("BARRIER")
-        while "BARRIER" not in self.said:
-            pass
+        until(lambda: "BARRIER" in self.said)
         with self._lock:
             self.said.clear()
             return {name: [os.dup(one) for one in some] for name, some in self.kept.items()}
@@ -70,3 +72,37 @@ def taken_over(daemon: Daemon) -> dict[str, Any]:
     report = daemon.stats()["handover"]
     assert isinstance(report, dict)
     return report
+
+
+BECOME = (
+    "import os, sys; from kvstore.daemon.keeper import become\n"
+    "names = [one for one in sys.argv[1].split(',') if one]\n"
+    "named = [(name, int(fd)) for name, _, fd in (one.partition('=') for one in names)]\n"
+    "become(sys.argv[2:], dict(os.environ), named)"
+)
+
+
+class StoredProcess(ServeProcess):
+    """`kvstore serve` as a service manager would start it."""
+
+    def __init__(self, store: FdStore, socket_path: Path, *arguments: str) -> None:
+        given = store.given()
+        named = ",".join(f"{name}={one}" for name, some in given.items() for one in some)
+        descriptors = [one for some in given.values() for one in some]
+        serve = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BECOME, named, *serve],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ) | {"NOTIFY_SOCKET": store.path},
+            pass_fds=descriptors,
+        )
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert self.process.stdout is not None
+        self.lines = [self.process.stdout.readline()]
+        while "ready on" not in self.lines[-1]:
+            assert self.lines[-1], (self.lines, self.process.communicate(timeout=10))
+            self.lines.append(self.process.stdout.readline())
