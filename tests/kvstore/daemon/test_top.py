@@ -22,6 +22,7 @@ from tests.kvstore.daemon.http_kit import served
 from tests.kvstore.daemon.kit import ROOT, put
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
+_IN_TERMINAL = 'exec "$@" < "$0" > "$0" 2>&1'  # a session's first terminal is the one that Ctrl-C comes from
 ALTERNATE_ON, ALTERNATE_OFF, CURSOR_ON = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
@@ -33,9 +34,8 @@ class Terminal:
         self.resize(rows, columns)
         self.before = termios.tcgetattr(inner)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.cli", *arguments],
+            ["/bin/sh", "-c", _IN_TERMINAL, os.ttyname(inner), sys.executable, "-m", "kvstore.cli", *arguments],
             cwd=ROOT, stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env=dict(os.environ) | {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""},
         )  # fmt: skip
         self.inner = inner
