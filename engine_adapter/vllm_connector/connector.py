@@ -118,6 +118,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         deadline = self._settings.store.fetch_deadline_seconds
         self._book = Book(identity, self._settings.block_tokens, self._lookups, deadline_seconds=deadline)
         self._asked: dict[str, int] = {}
+        self._stores = vllm_config.kv_transfer_config.is_kv_producer  # kv_both is one, kv_consumer only loads
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._book.matched_tokens(request, num_computed_tokens)
@@ -138,7 +139,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             (request_id, computed[request_id] + count)
             for request_id, count in scheduler_output.num_scheduled_tokens.items()
         ]
-        return StepOrders(self._book.step(scheduled, state.get_block_ids))
+        orders = self._book.step(scheduled, state.get_block_ids)
+        if not self._stores:
+            orders.saves.clear()
+        return StepOrders(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         failed = set(connector_output.failed_recving or ())
