@@ -130,7 +130,7 @@ class Lookups:
 
 class Request(SimpleNamespace):
     def __init__(self, name: str, token_ids: Sequence[int], **given: Any) -> None:
-        super().__init__(request_id=name, all_token_ids=list(token_ids), **given)
+        super().__init__(request_id=name, all_token_ids=list(token_ids), num_prompt_tokens=len(token_ids), **given)
 
     @property
     def num_tokens(self) -> int:
@@ -172,7 +172,7 @@ def test_a_hit_leaves_a_token_and_loads_what_vllm_lacks() -> None:
     made, request = book(everything), Request("r", range(16))
     assert made.matched_tokens(request, 0) == 12
     assert made.matched_tokens(request, 8) == 4
-    made.load(request, [[5, 6]], 8, 4)
+    made.allocated(request, [[5, 6]], 4)
     orders = made.step([], lambda name: [])
     (load,) = orders.loads
     assert (load.request_id, load.start, len(load.hashes), load.tables) == ("r", 2, 3, [[5, 6]])
@@ -182,14 +182,14 @@ def test_a_hit_leaves_a_token_and_loads_what_vllm_lacks() -> None:
 def test_what_was_loaded_is_not_stored_again_unless_it_failed() -> None:
     made, request = book(everything), Request("r", range(17))
     assert made.matched_tokens(request, 0) == 16
-    made.load(request, [[5, 6]], 0, 16)
+    made.allocated(request, [[5, 6]], 16)
     made.load_failed(["r", "unknown"])
     assert made.matched_tokens(request, 0) == 0  # asks no more: it computes
     (order,) = saves(made, "r", 17)
     assert order.start == 0
     other = Request("s", range(21))
     made.matched_tokens(other, 0)
-    made.load(other, [[5, 6]], 0, 20)
+    made.allocated(other, [[5, 6]], 20)
     assert saves(made, "s", 21) == []
 
 
@@ -218,7 +218,7 @@ def test_an_id_that_is_used_again_is_another_request() -> None:
 def test_an_abort_before_the_step_takes_its_load_back() -> None:
     made, request = book(everything), Request("r", range(16))
     made.matched_tokens(request, 0)
-    made.load(request, [[5, 6]], 0, 12)
+    made.allocated(request, [[5, 6]], 12)
     made.finished("r")
     assert made.step([], lambda name: []).loads == []
 
@@ -380,10 +380,10 @@ def test_saves_beyond_the_staging_budget_are_dropped_and_counted() -> None:
         private_memory = False
 
     made = Worker([Stuck(1 << 20)], kv, staging_bytes=1)
-    made.shelf._staging.take(5)
+    made.shelf._saver.staging.take(5)
     made.shelf.save([SaveOrder(made.root, made.hashes, 0, None, [[1, 2, 3, 4, 5]])])
     assert made.shelf.counters()["saves_dropped_staging"] == 10
-    made.shelf._staging.used_bytes = 0
+    made.shelf._saver.staging.used_bytes = 0
     made.shelf.close()
 
 
@@ -406,7 +406,7 @@ def test_questions_go_over_a_socket_and_silence_is_a_miss() -> None:
 
     def answer(question: Question, hashes: list[bytes]) -> Answer:
         asked.append(question)
-        return Answer(len(hashes), True, 9, "no" if question.is_reset else "")
+        return Answer(len(hashes), True, 9, problem="no" if question.is_reset else "")
 
     server = LookupServer(name, answer)
     assert client.find(4, b"r" * 32, [b"h" * 32] * 3000, 2) == Found(3000, True, 9)
@@ -428,7 +428,8 @@ def test_questions_go_over_a_socket_and_silence_is_a_miss() -> None:
         ({"host_byte": 1}, "unknown key 'host_byte'"),
         ({"host_bytes": "much"}, "host_bytes: got 'much'"),
         ({"host_bytes": 1, "daemon": "default"}, "got daemon beside"),
-        ({"host_bytes": 1, "codec": "int4"}, "codec: got 'int4'"),
+        ({"host_bytes": 1, "codec": "fp4"}, "codec: got 'fp4'"),
+        ({"daemon": "redis://host"}, "daemon is 'redis://host'"),
         ({"host_bytes": 1, "block_tokens": 0}, "block_tokens is 0"),
         ({"daemon": 3}, "daemon is 3"),
     ],

@@ -111,7 +111,7 @@ class Engine:
 
         until = time.monotonic() + 10
         while not self.shelf.is_idle and time.monotonic() < until:
-            self.shelf._drain()
+            self.shelf._traffic.drain()
             time.sleep(0.005)
         assert self.shelf.is_idle
 
