@@ -1,4 +1,4 @@
-"""vLLM's connector class: its two roles, and nothing that could be elsewhere. The only file that imports vLLM.
+"""vLLM's connector class: its two roles, and nothing that could be elsewhere. It, pages.py and stats.py import vLLM.
 
 The scheduler's side names blocks (book.py) and asks what is stored (lookup.py); the worker's side owns tiers (shelf.py)
 and reads and writes vLLM's pages. Loads run between steps while the request waits; one that fails is reported and the
@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from allocator import ConfigError, GroupKind, TierError
 from engine_adapter.vllm_connector.book import Book
@@ -39,10 +38,12 @@ from engine_adapter.vllm_connector.settings import (
     read_settings,
 )
 from engine_adapter.vllm_connector.shelf import Shelf
+from engine_adapter.vllm_connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvstore import Identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -55,24 +56,6 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
-
-
-class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report, by name."""
-
-    def reset(self) -> None:
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -281,6 +264,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(cls, counts: dict[str, Any] | None = None, **named: Any) -> KVConnectorStats | None:
         """vLLM gives the counts by place, its MultiConnector by name."""
         return ConnectorStats(dict(counts or named.get("data") or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.SCHEDULER:
