@@ -58,6 +58,7 @@ class Tracked:
     lossy_at: int | None = None
     computed_from: int = 0
     written_tokens: int = 0
+    load_tables: Tables = ()
     is_prompt_kept: bool = False
 
 
@@ -99,7 +100,7 @@ class Book:
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: ask again."""
         tracked = self._track(request)
-        tracked.is_asked, tracked.written_tokens, tracked.found_lossy_at = True, 0, None
+        tracked.is_asked, tracked.written_tokens, tracked.found_lossy_at, tracked.load_tables = True, 0, None, ()
         tracked.local_blocks = local = computed_tokens // self._block_tokens
         chain = tracked.chain
         if chain is None or not tracked.may_load:
@@ -146,7 +147,17 @@ class Book:
             tracked.lossy_at = lossy_at if tracked.lossy_at is None else min(lossy_at, tracked.lossy_at)
         order = LoadOrder(request.request_id, chain.root, chain.hashes[:stop], start, tables, tracked.lossy_at)
         self._loads.append(order)
+        tracked.load_tables = tables
         tracked.stored_blocks = 0 if start else stop
+
+    def loading_into(self, block_ids: Iterable[int]) -> list[str]:
+        """The requests whose last load was to fill one of these vLLM blocks."""
+        wanted = set(block_ids)
+        return [
+            name
+            for name, tracked in self._requests.items()
+            if wanted and any(wanted.intersection(table) for table in tracked.load_tables)
+        ]
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
         """What these were to load is computed after all; they ask no more."""

@@ -132,7 +132,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._book.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._book.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
@@ -146,10 +147,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepOrders(self._book.step(scheduled, state.get_block_ids))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        failed = set(connector_output.failed_recving or ())
-        if connector_output.invalid_block_ids:
-            failed |= set(connector_output.finished_recving or ())
-        self._book.load_failed(failed)
+        self._book.load_failed(connector_output.failed_recving or ())
+        self._book.load_failed(self._book.loading_into(connector_output.invalid_block_ids or ()))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

