@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from allocator import ConfigError
-from engine_adapter.vllm_connector.book import Book, Found
+from engine_adapter.vllm_connector.book import Found
 from engine_adapter.vllm_connector.layout import GroupPages, blocks_per_page
 from engine_adapter.vllm_connector.lookup import Answer, LookupClient, LookupServer, Question
 from engine_adapter.vllm_connector.orders import SaveOrder
 from engine_adapter.vllm_connector.settings import check_version, make_tiers, model_and_weights, read_settings
-from kvstore import HashChain, HostTier
+from kvstore import HostTier
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.frame.specs import geometry_specs
 from tests.engine_adapter.vllm_kit import (
@@ -29,7 +28,6 @@ from tests.engine_adapter.vllm_kit import (
     Worker,
     full,
     geometry,
-    identity,
     sliding,
 )
 
@@ -75,149 +73,6 @@ def test_block_sizes_that_do_not_divide_are_refused() -> None:
     assert blocks_per_page(128, 16) == 8
     with pytest.raises(ConfigError, match="--block-size 48"):
         blocks_per_page(40, 16)
-
-
-# the scheduler's side ------------------------------------------------------------------------------------------------
-
-
-class Lookups:
-    def __init__(self, answer: Callable[[int, Sequence[bytes], int], Found]) -> None:
-        self.answer = answer
-
-    def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
-        return self.answer(epoch, hashes, local_blocks)
-
-
-class Request(SimpleNamespace):
-    def __init__(self, name: str, token_ids: Sequence[int], **given: Any) -> None:
-        super().__init__(request_id=name, all_token_ids=list(token_ids), num_prompt_tokens=len(token_ids), **given)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-
-def book(answer: Callable[[int, Sequence[bytes], int], Found], **given: Any) -> Book:
-    return Book(identity(), BLOCK, Lookups(answer), **{"deadline_seconds": 1.0, **given})
-
-
-def nothing(epoch: int, hashes: Sequence[bytes], local_blocks: int) -> Found:
-    return Found(0, False, epoch)
-
-
-def everything(epoch: int, hashes: Sequence[bytes], local_blocks: int) -> Found:
-    return Found(len(hashes), False, epoch)
-
-
-def saves(made: Book, request: str, tokens: int) -> list[SaveOrder]:
-    return made.step([(request, tokens)], lambda name: [[1, 2, 3, 4]]).saves
-
-
-def test_only_full_blocks_of_known_tokens_are_stored_and_once() -> None:
-    made, request = book(nothing), Request("r", range(18))
-    assert made.matched_tokens(request, 0) == 0
-    chain = HashChain(identity().root(), BLOCK)
-    hashes = chain.extend(list(range(18)))
-    (first,) = saves(made, "r", 10)
-    assert (first.start, first.hashes, first.parent) == (0, hashes[:2], None)
-    assert saves(made, "r", 11) == []
-    (second,) = saves(made, "r", 40)  # drafts: written, and not among the tokens yet
-    assert (second.start, second.hashes, second.parent) == (2, hashes[2:4], hashes[1])
-    request.all_token_ids += [7, 8]
-    (third,) = saves(made, "r", 20)
-    assert third.hashes == chain.extend([7, 8])
-
-
-def test_a_hit_leaves_a_token_and_loads_what_vllm_lacks() -> None:
-    made, request = book(everything), Request("r", range(16))
-    assert made.matched_tokens(request, 0) == 12
-    assert made.matched_tokens(request, 8) == 4
-    made.allocated(request, [[5, 6]], 4)
-    orders = made.step([], lambda name: [])
-    (load,) = orders.loads
-    assert (load.request_id, load.start, len(load.hashes), load.tables) == ("r", 2, 3, [[5, 6]])
-    assert made.step([], lambda name: []).loads == []
-
-
-def test_what_was_loaded_is_not_stored_again_unless_it_failed() -> None:
-    made, request = book(everything), Request("r", range(17))
-    assert made.matched_tokens(request, 0) == 16
-    made.allocated(request, [[5, 6]], 16)
-    made.load_failed(["r", "unknown"])
-    assert made.matched_tokens(request, 0) == 0  # asks no more: it computes
-    (order,) = saves(made, "r", 17)
-    assert order.start == 0
-    other = Request("s", range(21))
-    made.matched_tokens(other, 0)
-    made.allocated(other, [[5, 6]], 20)
-    assert saves(made, "s", 21) == []
-
-
-def test_asks_again_until_the_deadline() -> None:
-    now = [0.0]
-    made = book(lambda epoch, hashes, local: Found(1, True, epoch), clock=lambda: now[0])
-    request = Request("r", range(16))
-    assert made.matched_tokens(request, 0) is None
-    now[0] = 0.9
-    assert made.matched_tokens(request, 0) is None
-    now[0] = 1.1
-    assert made.matched_tokens(request, 0) == 4
-
-
-def test_an_id_that_is_used_again_is_another_request() -> None:
-    made = book(nothing)
-    made.matched_tokens(Request("r", range(8)), 0)
-    assert saves(made, "r", 8)
-    made.finished("r")
-    assert saves(made, "r", 8) == []
-    made.matched_tokens(Request("r", range(100, 108)), 0)
-    (order,) = saves(made, "r", 8)
-    assert order.hashes == HashChain(identity().root(), BLOCK).extend(list(range(100, 108)))
-
-
-def test_an_abort_before_the_step_takes_its_load_back() -> None:
-    made, request = book(everything), Request("r", range(16))
-    made.matched_tokens(request, 0)
-    made.allocated(request, [[5, 6]], 12)
-    made.finished("r")
-    assert made.step([], lambda name: []).loads == []
-
-
-def test_a_new_epoch_ends_sharing_for_what_has_begun() -> None:
-    epochs = [0]
-    made = book(lambda epoch, hashes, local: Found(len(hashes), False, epochs[0]))
-    running, waiting = Request("r", range(8)), Request("w", range(16))
-    assert made.matched_tokens(running, 0) == 4
-    assert saves(made, "r", 4)
-    epochs[0] = 3
-    assert made.matched_tokens(waiting, 0) is None
-    assert made.epoch == 3
-    assert made.matched_tokens(waiting, 0) == 12
-    assert saves(made, "r", 8) == []
-    (order,) = saves(made, "w", 16)
-    assert order.root == identity(epoch=3).root()
-
-
-def test_salt_and_media_are_part_of_the_name() -> None:
-    place = SimpleNamespace(offset=1, length=2)
-    kinds = [
-        Request("a", range(8)),
-        Request("b", range(8), cache_salt="x"),
-        Request("c", range(8), mm_features=[SimpleNamespace(identifier="image", mm_position=place)]),
-        Request("d", range(8), mm_features=[SimpleNamespace(identifier="other", mm_position=place)]),
-    ]
-    made = book(nothing)
-    seen = []
-    for one in kinds:
-        made.matched_tokens(one, 0)
-        seen.append(saves(made, one.request_id, 8)[0].hashes[0])
-    assert len(set(seen)) == len(kinds)
-    nameless = Request("e", range(8), prompt_embeds=object())
-    assert made.matched_tokens(nameless, 0) == 0
-    assert saves(made, "e", 8) == []
-    adapted = Request("f", range(8), lora_request=SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere"))
-    assert made.matched_tokens(adapted, 0) == 0  # an adapter whose weights nobody can name
-    assert saves(made, "f", 8) == []
 
 
 # the worker's side ---------------------------------------------------------------------------------------------------
