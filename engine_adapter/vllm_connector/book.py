@@ -280,8 +280,10 @@ class Book:
         return tracked
 
     def _chain(self, request: Any) -> HashChain | None:
-        """None for a request whose KV no tokens name."""
-        if getattr(request, "prompt_embeds", None) is not None or getattr(request, "pooling_params", None) is not None:
+        """None for a request whose KV no tokens name, and for a session, which takes tokens back."""
+        if any(getattr(request, name, None) is not None for name in ("prompt_embeds", "pooling_params")):
+            return None
+        if getattr(request, "resumable", False):
             return None
         identity = self._identity
         lora = getattr(request, "lora_request", None)
