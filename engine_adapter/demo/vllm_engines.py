@@ -52,9 +52,8 @@ class Engine:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"fetch_deadline_seconds": _DEADLINE_SECONDS, **tiers},
             }
-        self._llm = LLM(
-            model=str(model), dtype="float32", enforce_eager=True, max_num_seqs=4, disable_log_stats=False, **given
-        )
+        settings = {"enforce_eager": True, "max_num_seqs": 4, "disable_log_stats": False, "use_tqdm_on_load": False}
+        self._llm = LLM(model=str(model), dtype="float32", **settings, **given)
 
     @property
     def tokenizer(self) -> Any:

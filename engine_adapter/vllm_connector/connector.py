@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from allocator import ConfigError, GroupKind, TierError
 from engine_adapter.vllm_connector.book import Book
+from engine_adapter.vllm_connector.cores import beside_the_computing
 from engine_adapter.vllm_connector.geometry import engine_geometry, stored_dtype
 from engine_adapter.vllm_connector.layout import blocks_per_page
 from engine_adapter.vllm_connector.loading import LoadResult
@@ -182,16 +183,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _begin_worker(self, engine_id: str) -> None:
         settings = self._settings
         rank = get_tensor_model_parallel_rank()
-        self._shelf = Shelf(
-            self._geometry,
-            make_tiers(settings, self._geometry, self._codec, self._ranks),
-            codec=self._codec,
-            rank=(rank, self._ranks),
-            staging_bytes=settings.staging_bytes,
-            deadline_seconds=settings.store.fetch_deadline_seconds,
-        )
         self._scale_name = ""
-        self._server = LookupServer(engine_id, self._answer, rank)
+        with beside_the_computing():
+            self._shelf = Shelf(
+                self._geometry,
+                make_tiers(settings, self._geometry, self._codec, self._ranks),
+                codec=self._codec,
+                rank=(rank, self._ranks),
+                staging_bytes=settings.staging_bytes,
+                deadline_seconds=settings.store.fetch_deadline_seconds,
+            )
+            self._server = LookupServer(engine_id, self._answer, rank)
         self._loading: dict[str, Any] = {}
         self._invalid: set[int] = set()
         self._reported: dict[str, int] = {}
