@@ -265,6 +265,7 @@ class Book:
         # Hashes are others from now on, while vLLM's own cache may still hold what was read lossy.
         self._is_all_lossy = self._is_all_lossy or bool(self._lossy_ends)
         self._lossy_ends.clear()
+        self._ended = []
         for request_id, tracked in self._requests.items():
             if tracked.is_started and request_id != asking:
                 tracked.chain = None

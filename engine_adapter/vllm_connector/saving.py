@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine_adapter.vllm_connector.orders import SaveOrder, Tables
     from engine_adapter.vllm_connector.shards import ShardResidency
     from engine_adapter.vllm_connector.traffic import Traffic
-    from kvstore.tier import ByteRow, CopyKey, Tier
+    from kvstore.tier import ByteRow, CopyKey, ResultCode, Tier
 
 _CHUNK_BLOCKS = 32
 
@@ -163,7 +163,7 @@ class Saver:
             self._traffic.count("saved_blocks", len(items))
             self._end(chunk)
 
-    def _end_put(self, tier: Tier, chunk: _Chunk, size: int) -> None:
+    def _end_put(self, tier: Tier, chunk: _Chunk, size: int, results: Sequence[ResultCode]) -> None:
         self._under_way_bytes[tier.name] -= size
         self._end(chunk)
 

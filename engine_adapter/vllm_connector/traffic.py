@@ -1,4 +1,4 @@
-"""Transfers of the tiers: puts whose end is told to who began them, gets that are waited for, and all counts.
+"""Transfers of the tiers: their end is told to who began them, or waited for; and all counts.
 
 `lock` is held for calls to tiers and for counts, never while bytes are copied, encoded or waited for. Any thread.
 """
@@ -9,10 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from kvstore.tier import Completion, ResultCode, Tier, Transfer
+
+OnEnd: TypeAlias = "Callable[[Sequence[ResultCode]], None]"
 
 
 class Traffic:
@@ -22,7 +24,7 @@ class Traffic:
         self.tiers = tuple(tiers)
         self.lock = threading.RLock()
         self._ended = threading.Condition(self.lock)
-        self._puts: dict[Transfer, Callable[[], None]] = {}
+        self._told: dict[Transfer, OnEnd] = {}
         self._completions: dict[Transfer, Completion] = {}
         self._counts: Counter[str] = Counter()
         for tier in self.tiers:
@@ -40,17 +42,18 @@ class Traffic:
             found |= {f"{tier.name}_{name}": count for name, count in tier.counters().items()}
         return found
 
-    def put(self, tier: Tier, items: Sequence[Any], on_end: Callable[[], None]) -> None:
-        """on_end: called once, under the lock, when the tier needs the buffers no more."""
+    def put(self, tier: Tier, items: Sequence[Any], on_end: OnEnd) -> None:
+        """on_end: called once, under the lock, with the results, when the tier needs the buffers no more."""
         with self.lock:
-            transfer = tier.submit_put(items)
-            self._puts[transfer] = on_end
-            if transfer in self._completions:  # it ran inside the call
-                self._end_put(self._completions.pop(transfer))
+            self._tell(tier.submit_put(items), on_end)
 
-    def get(self, tier: Tier, items: Sequence[Any]) -> Transfer:
+    def get(self, tier: Tier, items: Sequence[Any], on_end: OnEnd | None = None) -> Transfer:
+        """on_end: as of `put`; without it the transfer must be waited for."""
         with self.lock:
-            return tier.submit_get(items)
+            transfer = tier.submit_get(items)
+            if on_end is not None:
+                self._tell(transfer, on_end)
+            return transfer
 
     def wait(self, transfer: Transfer, until: float) -> tuple[ResultCode, ...]:
         """Results of a get, which is given up at `until` by the monotonic clock."""
@@ -70,12 +73,17 @@ class Traffic:
             for tier in self.tiers:
                 for completion in tier.poll():
                     self._completions[completion.transfer] = completion
-                    if completion.transfer in self._puts:
-                        self._end_put(self._completions.pop(completion.transfer))
+                    if completion.transfer in self._told:
+                        self._end(self._completions.pop(completion.transfer))
             self._ended.notify_all()
 
-    def _end_put(self, completion: Completion) -> None:
-        on_end = self._puts.pop(completion.transfer)
+    def _tell(self, transfer: Transfer, on_end: OnEnd) -> None:
+        self._told[transfer] = on_end
+        if transfer in self._completions:  # it ran inside the call
+            self._end(self._completions.pop(transfer))
+
+    def _end(self, completion: Completion) -> None:
+        transfer = completion.transfer
         for result in completion.results:
-            self._counts[f"put_{completion.transfer.tier_name}_{result.value}"] += 1
-        on_end()
+            self._counts[f"{transfer.kind}_{transfer.tier_name}_{result.value}"] += 1
+        self._told.pop(transfer)(completion.results)

@@ -128,9 +128,11 @@ class Engine:
         assert self.llm.reset_prefix_cache(reset_connector=store_too)
 
     def settle(self) -> None:
+        """All is written that was computed; a server's next step does what is left of the last request."""
         import time
 
-        until = time.monotonic() + 10
+        self.llm.llm_engine.step()
+        until = time.monotonic() + 60
         while not self.shelf.is_idle and time.monotonic() < until:
             self.shelf._traffic.drain()
             time.sleep(0.005)
