@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     for name, path in (("--json", given.json), ("--html", given.html)):
-        problem = None if path == "-" else cannot_write(Path(path).absolute())
+        problem = None if path in ("-", os.devnull) else cannot_write(Path(path).absolute())
         if problem:
             parser.error(f"{name}: {problem}")
     if given.html == "-":
