@@ -1,7 +1,7 @@
 """Tiers below an engine that owns its memory: transfers that are waited for with a deadline, and the shared epoch.
 
-Any thread. `lock` is held for calls to tiers, never while bytes are copied or waited for, nor in a reset. A transfer that
-outlives its deadline is told by `on_end` when it has let go of its buffers; until then its tier counts as stuck.
+Any thread. `lock` is held for calls to tiers, never while bytes are copied or waited for, nor in a reset. The end of a
+transfer that outlives its deadline is told by `on_end`; until then its tier counts as stuck.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pages to and from the tiers, with a deadline on everything.
 
 SGLang's threads come here: one asks what is stored, one reads, one writes. A call returns by its deadline whatever a
-tier does, so bytes move between a tier and the host pool's pages directly only where a tier ends a cancelled transfer by
-itself within its own timeouts (the daemon's client). A disk or a server may hang with a buffer in its hands: those get a
-buffer of ours, and a page of SGLang's is never touched after the call that named it.
+tier does, so bytes move between a tier and the host pool's pages directly only where a tier ends a cancelled transfer
+by itself within its own timeouts (the daemon's client). A disk or a server may hang with a buffer in its hands: those
+get a buffer of ours, and a page of SGLang's is never touched after the call that named it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Shelf:
     # load ------------------------------------------------------------------------------------------------------------
 
     def load(self, pages: Sequence[Page], until: float) -> list[bool]:
-        """Bring pages to their rows: which are there, whole and checked. One that is bad is looked for in the next tier."""
+        """Bring pages to their rows: which are there, whole and checked. A bad one is looked for in the next tier."""
         loaded = [False] * len(pages)
         for tier in self.below.tiers:
             places = [place for place, one in enumerate(loaded) if not one]
