@@ -98,7 +98,7 @@ class PoolForm:
             "page_tokens": pool.page_size,
             "dtype": dtype,
             "kv_dtype": kv_dtype if dtype == "uint8" or dtype.startswith("float8") else "",
-            "layers": [pool.start_layer, pool.end_layer, getattr(pool, "layer_num", 0)],
+            "layers": [getattr(pool, one, 0) for one in ("start_layer", "end_layer", "layer_num", "num_mamba_layers")],
             "heads": total if heads is not None or is_shared else ["ranks", total],
             "head_dims": [getattr(pool, one, 0) for one in ("head_dim", "v_head_dim", "kv_cache_dim")],
             "pieces": list(pieces),

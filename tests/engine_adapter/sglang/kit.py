@@ -34,9 +34,7 @@ def mha_pool(
     first = given.get("first_layer", 0)
     device = tuple(torch.zeros(page * pages, heads, dim, dtype=dtype) for _ in range(layers))
     pointers = torch.tensor([one.data_ptr() for one in device], dtype=torch.uint64)
-    buffers = KVBuffers(
-        k=device, v=device, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD
-    )
+    buffers = KVBuffers(k=device, v=device, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD)
     info = MHABufferInfo(
         buffers=buffers, page_size=page, head_num=heads, head_dim=dim, v_head_dim=dim, dtype=dtype, device=CPU
     )
@@ -97,7 +95,7 @@ def pages_of(pool: Any, pages: Sequence[int]) -> list[torch.Tensor]:
 
 
 def indices(pages: Sequence[int], page: int = PAGE) -> torch.Tensor:
-    return torch.cat([torch.arange(one * page, (one + 1) * page) for one in pages])
+    return torch.tensor([at for one in pages for at in range(one * page, (one + 1) * page)], dtype=torch.int64)
 
 
 def chain(count: int, first_token: int = 0) -> list[str]:

@@ -171,8 +171,9 @@ def test_metrics_are_sglangs_own_and_each_is_told_once(disk: dict[str, Any]) -> 
 def test_a_pool_that_cannot_be_copied_in_place_is_refused_at_start(disk: dict[str, Any]) -> None:
     pool = mha_pool()
     pool.layout = "page_unified"
-    with pytest.raises(ConfigError, match=r"hicache-mem-layout page_unified; expected one of layer_first"), storage(
-        pool, disk
+    with (
+        pytest.raises(ConfigError, match=r"hicache-mem-layout page_unified; expected one of layer_first"),
+        storage(pool, disk),
     ):
         pass
     short = mha_pool()
