@@ -1,10 +1,8 @@
-"""These tests need SGLang's wheel, which has an environment of its own: `make test-sglang`. Elsewhere they are skipped."""
+"""These tests need SGLang's wheel, which has an environment of its own: `make test-sglang`. Elsewhere: skipped."""
 
 from __future__ import annotations
 
 import importlib.util
-
-import pytest
 
 from tests.engine_adapter.sglang import stand_ins
 

@@ -1,4 +1,4 @@
-"""Whose pages they are: ranks, stages, latents, dtypes, weights. Another's page is a miss, or exactly one's own slice."""
+"""Whose pages they are: ranks, stages, latents, dtypes, weights. Another's page is a miss, or exactly one's slice."""
 
 from __future__ import annotations
 
