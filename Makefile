@@ -189,7 +189,7 @@ $(VENV)/.gemma: | venv
 	touch $@
 
 clean: ## everything that was built; .venv too
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info $(RESULTS) .cache
+	rm -rf $(VENV) $(PEERS) .venv-sglang build dist *.egg-info $(RESULTS) .cache
 	rm -f quant/native/_kernels*.so allocator/_pool*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html demo-vllm.json demo-vllm.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
