@@ -56,6 +56,7 @@ class Cause(IntEnum):
     PINS = 11  # unpin of what was not pinned
     STOPPING = 12  # the daemon drains
     LOWER = 13  # a lower tier could not do what was asked
+    PACE = 14  # this process has connected too often in a short time, or was cut off for what it sent
 
 
 class Place(IntEnum):
