@@ -1,6 +1,6 @@
 """A good client's lookups while others flood the daemon, beside the same with nobody else there: for suite `daemon`.
 
-python -m benchmarks.suites.daemon_flood SOCKET       a flooder: a kind on standard input begins it, another line ends it
+python -m benchmarks.suites.daemon_flood SOCKET       a flooder: a kind on standard input begins it, "rest" ends it
 """
 
 from __future__ import annotations

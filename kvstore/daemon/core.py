@@ -21,7 +21,7 @@ from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier, taken_out
 from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
-from kvstore.daemon.segment_pool import SegmentPool
+from kvstore.daemon.segment_pool import MAKING_SECONDS, SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.spilling import Spilling
@@ -66,9 +66,10 @@ class Core:
         self.events = EventStream()  # of the own domain's arena
         self.epochs = DomainEpochs(lowers, self.events.begin_epoch)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
-        self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
+        self.lowers = [LowerTier(tier, self.lock, queue_bytes, settings.checks) for tier in lowers]
         self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
+        self._made = threading.Condition(self.lock)
         self._closed = False
         self.pool.make_first()
         self._preparer = threading.Thread(target=self._prepare_segments, name="kvstore-segments", daemon=True)
@@ -81,7 +82,7 @@ class Core:
         found = self.arenas.get(domain)
         if found is None:
             events = None if domain else self.events
-            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment, events)
+            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self.pool.take, events)
             self._daemons[domain] = Holder(next(self._numbers), found)
             for name, quota in self.quotas.items():
                 found.tenant(name).quota_bytes = quota
@@ -239,7 +240,8 @@ class Core:
             raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} write leases")
         arena, now = holder.arena, self.clock()
         places, refused = [], 0
-        with self.lock:
+        with self._made:
+            self._made.wait_for(lambda: not self.pool.is_making_last, MAKING_SECONDS)
             evicted = arena.counts["evicted"]
             for hash, parent, frame_bytes in zip(hashes, parents, sizes, strict=True):
                 key = form.key(hash)
@@ -329,7 +331,7 @@ class Core:
                     entry.reader_count += 1
             if entry is None:
                 continue
-            found = taken_out(entry)
+            found = taken_out(entry, checks=self.settings.checks(form.domain))
             with self.lock:
                 if isinstance(found, FrameFault):
                     self.counts[f"corrupt_{found}"] += 1
@@ -382,9 +384,6 @@ class Core:
             capacity = self.pool.limit * self.settings.segment_bytes
             return arena.used_bytes, capacity, recalled, list(arena.segments)
 
-    def _take_segment(self) -> ArenaSegment | None:
-        return self.pool.take()
-
     def _shed_for(self, arena: ArenaIndex) -> None:
         """An arena below its share of the budget is full: the largest one gives up its coldest segment."""
         with self.lock:
@@ -413,8 +412,9 @@ class Core:
                 may = wanted and self.pool.begin_make()
             if may:
                 memory = self.pool.make()
-                with self.lock:
+                with self._made:
                     self.pool.finish_make(memory)
+                    self._made.notify_all()
                 continue
             self._prepare.wait(0.5)
             self._prepare.clear()

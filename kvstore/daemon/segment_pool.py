@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from kvstore.daemon.segments import SegmentMemory
 
 
+MAKING_SECONDS = 0.1
+"""Longest wait of a store for the last of the memory."""
+
+
 class SegmentPool:
     """The daemon's memory budget in segments; every arena takes from it. Numbers are never used twice.
 
@@ -23,6 +27,7 @@ class SegmentPool:
         self.segment_bytes = segment_bytes
         self.limit = budget_bytes // segment_bytes
         self.made = 0
+        self.making = 0  # of these, not there yet
         self.ready: deque[SegmentMemory] = deque()
         self._make = make
         self._next_number = 1
@@ -50,7 +55,13 @@ class SegmentPool:
         if self.made >= self.limit:
             return False
         self.made += 1
+        self.making += 1
         return True
+
+    @property
+    def is_making_last(self) -> bool:
+        """Nothing is left of the budget but what is on its way. Under the lock."""
+        return self.making > 0 and self.made >= self.limit
 
     def make(self) -> SegmentMemory | None:
         """The memory claimed; None when the system has none. Takes milliseconds: needs no lock."""
@@ -61,6 +72,7 @@ class SegmentPool:
 
     def finish_make(self, memory: SegmentMemory | None) -> None:
         """Under the lock. What the system has is the budget from then on."""
+        self.making -= 1
         if memory is None:
             self.made -= 1
             self.limit = self.made

@@ -131,9 +131,10 @@ class Session:
         settings = core.settings
         capacity = core.pool.limit * settings.segment_bytes
         times = (settings.lease_seconds, settings.write_lease_seconds)
-        token = self.holder.token
-        welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token)
-        page = core.epochs.of(settings.domain_of(self.uid)).descriptor
+        domain = settings.domain_of(self.uid)
+        more = (self.holder.token, settings.checks(domain))
+        welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, *more)
+        page = core.epochs.of(domain).descriptor
         socket.send_fds(self._sock, [protocol.encode(welcome)], [page])
         return True
 
@@ -181,7 +182,9 @@ class Session:
         if length == 0:
             return None
         if length > protocol.LONGEST_BYTES:
-            self._refuse(0, RefusedError(Cause.OVERSIZED, f"expected at most {protocol.LONGEST_BYTES} bytes", is_fatal=True))
+            self._refuse(
+                0, RefusedError(Cause.OVERSIZED, f"expected at most {protocol.LONGEST_BYTES} bytes", is_fatal=True)
+            )
             return None
         try:
             return protocol.decode_request(buffer[:length])

@@ -388,6 +388,37 @@ def test_a_daemon_that_stops_refuses_new_clients(tmp_path: Path) -> None:
     client.close()
 
 
+def test_a_store_finds_the_last_segment_that_is_only_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in use: it was counted against the budget and not there yet, so a store was told of no room."""
+    is_making, is_asked, made = threading.Event(), threading.Event(), [0]
+
+    def slow(size_bytes: int) -> SegmentMemory:
+        made[0] += 1
+        if made[0] == 2:
+            is_making.set()
+            is_asked.wait(60)
+            time.sleep(0.02)
+        return SegmentMemory(size_bytes)
+
+    monkeypatch.setattr("kvstore.daemon.core.SegmentMemory", slow)
+    daemon = Daemon(settings(tmp_path, 2 << 20, segment_bytes=1 << 20))
+    daemon.start()
+    tier, reserve = tier_at(daemon.settings.socket_path), daemon.core.reserve
+
+    def asked(*arguments: Any) -> bytes:
+        is_asked.set()
+        return reserve(*arguments)
+
+    monkeypatch.setattr(daemon.core, "reserve", asked)
+    monkeypatch.setattr("kvstore.daemon.core.MAKING_SECONDS", 60)
+    assert is_making.wait(60)
+    assert put(tier, [key_of(n) for n in range(300)]) == [OK] * 300, "more than one segment holds"
+    tier.close()
+    daemon.stop()
+
+
 def test_the_first_store_finds_room_however_long_memory_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(size_bytes: int) -> SegmentMemory:
         time.sleep(0.1)

@@ -280,13 +280,6 @@ def test_bodies_and_connections_are_bounded(web: tuple[Daemon, Web, DaemonTier])
                 time.sleep(0.002)
         with suppress(ConnectionResetError):
             assert b" 400 " in endless.recv(4096)[:20]
-    idle = [socket.create_connection((host, int(port))) for _ in range(80)]
-    try:
-        until(lambda: client.ask("GET", "/healthz")[0] == 503, what="too many connections are told so")
-    finally:
-        for one in idle:
-            one.close()
-    until(lambda: client.ask("GET", "/healthz")[0] == 200)
 
 
 def test_beyond_loopback_a_token_is_required_and_admin_is_off(tmp_path: Path) -> None:
