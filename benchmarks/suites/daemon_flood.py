@@ -161,7 +161,7 @@ def _misuse(sock: socket.socket, kind: str, is_over: Callable[[], bool]) -> None
         sock.recv(protocol.LONGEST_BYTES)
     if kind not in ("requests", "leases", "unread"):
         return
-    for message in (_HELLO, protocol.encode(protocol.Form(2, 0, *_FORM))):  # type: ignore[arg-type]
+    for message in (_HELLO, protocol.encode(protocol.Form(2, 0, *_FORM))):
         sock.send(message)
         sock.recv(protocol.LONGEST_BYTES)
     lookup = protocol.encode(protocol.Contains(3, 0, bytes(range(32)) * protocol.PAGE_HASHES))
