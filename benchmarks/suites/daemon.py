@@ -38,6 +38,10 @@ _MOVE_NOTE = (
     "64 MiB in 32 copies, one transfer, wall time: daemon and client are two processes, frames are written with a "
     "checksum and every read checks what arrived. The baseline is one memmove of the 64 MiB."
 )
+_UNCHECKED_NOTE = (
+    "As store_raw_64MiB and retrieve_raw_64MiB, by a daemon with `checksums = false`: headers are checked, payload is "
+    "not. Never the default."
+)
 _INT4_NOTE = (
     "INT4 copies of 512 tokens of an 8B model (64 MiB of bf16) read from the daemon, checked and decoded to bf16. The "
     "baseline is one memmove of the bf16 bytes."
@@ -59,11 +63,13 @@ Bytes = npt.NDArray[np.uint8]
 class Served:
     """`kvstore serve` while the suite runs."""
 
-    def __init__(self, host_bytes: int) -> None:
+    def __init__(self, host_bytes: int, **settings: str) -> None:
+        """settings: of the daemon's own table."""
         self.folder = tempfile.TemporaryDirectory(prefix="kvstore-bench-")
         self.path = f"{self.folder.name}/daemon.sock"
         command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", self.path, "--host-bytes", str(host_bytes)]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        kept |= {f"KVSTORE_DAEMON_{name.upper()}": value for name, value in settings.items()}
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=kept)
         assert self.process.stdout is not None
         if "ready" not in self.process.stdout.readline():
@@ -99,6 +105,10 @@ def rows(options: Options) -> Iterator[Row]:
         small = [key_of(number, codec="small") for number in range(daemon_load.HASHES)]
         yield from flood_rows(options, served.path, tier, small)
         tier.close()
+    with Served(512 << 20, checksums="false") as served:
+        tier = DaemonTier(served.path, timeout_seconds=10)
+        yield from _move_rows(options, tier, "_unchecked", _UNCHECKED_NOTE)
+        tier.close()
     from benchmarks.suites import daemon_lmcache
 
     yield from daemon_lmcache.rows(options)
@@ -120,7 +130,7 @@ def cut(memory: Bytes, size: int) -> list[Bytes]:
     return [memory[at : at + size] for at in range(0, memory.nbytes, size)]
 
 
-def _move_rows(options: Options, tier: DaemonTier) -> Iterator[Row]:
+def _move_rows(options: Options, tier: DaemonTier, ending: str = "", note: str = _MOVE_NOTE) -> Iterator[Row]:
     total = _MOVED_BYTES // (_QUICK if options.quick else 1)
     source = np.random.default_rng(options.seed).integers(0, 256, total, dtype=np.uint8)
     target = np.zeros_like(source)
@@ -142,7 +152,7 @@ def _move_rows(options: Options, tier: DaemonTier) -> Iterator[Row]:
         return watch.seconds
 
     for name, ours in (("store_raw_64MiB", store), ("retrieve_raw_64MiB", retrieve)):
-        yield _rate_compared(name, options, ours, theirs, total, _MOVE_NOTE)
+        yield _rate_compared(name + ending, options, ours, theirs, total, note)
     if not np.array_equal(source, target):
         raise RuntimeError("what came back is not what was stored")
     tier.delete(keys)
