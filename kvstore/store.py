@@ -439,7 +439,8 @@ class KVStore:
             if self._sequences.closed:
                 return
             self._sequences.closed = True
-            self._sequences.clear()
+            for sequence in [*self._sequences.values()]:
+                self._release(sequence)
         close_parts(self._parts, self._lock, self._arrived, seconds, self._clock())
 
     def __enter__(self) -> KVStore:

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from allocator import ConfigError, GroupKind, TierError
 from engine_adapter.vllm_connector.book import Book
+from engine_adapter.vllm_connector.cores import beside_the_computing
 from engine_adapter.vllm_connector.geometry import engine_geometry, stored_dtype
 from engine_adapter.vllm_connector.layout import blocks_per_page
 from engine_adapter.vllm_connector.loading import LoadResult
@@ -126,6 +127,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             deadline_seconds=store.fetch_deadline_seconds,
             raw_tail_tokens=store.residual_tokens if self._codec is not None else 0,
         )
+        self._stores = vllm_config.kv_transfer_config.is_kv_producer  # kv_both is one, kv_consumer only loads
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._book.matched_tokens(request, num_computed_tokens)
@@ -144,7 +146,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             (request_id, computed[request_id] + count)
             for request_id, count in scheduler_output.num_scheduled_tokens.items()
         ]
-        return StepOrders(self._book.step(scheduled, state.get_block_ids))
+        orders = self._book.step(scheduled, state.get_block_ids)
+        if not self._stores:
+            orders.saves.clear()
+            orders.ended.clear()
+        return StepOrders(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._book.load_failed(connector_output.failed_recving or ())
@@ -177,16 +183,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _begin_worker(self, engine_id: str) -> None:
         settings = self._settings
         rank = get_tensor_model_parallel_rank()
-        self._shelf = Shelf(
-            self._geometry,
-            make_tiers(settings, self._geometry, self._codec, self._ranks),
-            codec=self._codec,
-            rank=(rank, self._ranks),
-            staging_bytes=settings.staging_bytes,
-            deadline_seconds=settings.store.fetch_deadline_seconds,
-        )
         self._scale_name = ""
-        self._server = LookupServer(engine_id, self._answer, rank)
+        with beside_the_computing():
+            self._shelf = Shelf(
+                self._geometry,
+                make_tiers(settings, self._geometry, self._codec, self._ranks),
+                codec=self._codec,
+                rank=(rank, self._ranks),
+                staging_bytes=settings.staging_bytes,
+                deadline_seconds=settings.store.fetch_deadline_seconds,
+            )
+            self._server = LookupServer(engine_id, self._answer, rank)
         self._loading: dict[str, Any] = {}
         self._invalid: set[int] = set()
         self._reported: dict[str, int] = {}
