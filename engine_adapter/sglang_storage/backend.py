@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from engine_adapter.sglang_storage.settings import check_version, make_tiers, mo
 from engine_adapter.sglang_storage.shelf import Shelf
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolTransfer
 
     from kvstore.copy_key import CopyKey
     from kvstore.tier import ByteRow
@@ -126,23 +126,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # v1 --------------------------------------------------------------------------------------------------------------
 
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+    def batch_exists(self, keys: list[str], *context: Any, **named: Any) -> int:
         shelf = self._open_shelf()
         return leading_run(self._flags(keys, KV_POOL, shelf.until()))
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> list[bool]:
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, *context: Any, **named: Any) -> list[bool]:
         """host_indices: int64 [keys * page tokens]. False: the page was not loaded and nothing may be made of it."""
         return self._move_in(keys, KV_POOL, self._rows(keys, KV_POOL, host_indices))
 
-    def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> list[bool]:
-        return self._move_out(keys, KV_POOL, lambda: self._rows(keys, KV_POOL, host_indices), extra_info)
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, *context: Any, **named: Any) -> list[bool]:
+        before = _page_before(context, named)
+        return self._move_out(keys, KV_POOL, lambda: self._rows(keys, KV_POOL, host_indices), before)
 
     # v2 --------------------------------------------------------------------------------------------------------------
 
@@ -150,7 +147,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        *context: Any,
+        **named: Any,
     ) -> PoolTransferResult:
         until = self._open_shelf().until()
         pools = []
@@ -165,24 +163,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         hits, lengths = restorable(self._flags(keys, KV_POOL, until), pools)
         return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
-    def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
+    def batch_get_v2(self, transfers: list[PoolTransfer], *context: Any, **named: Any) -> dict[str, list[bool]]:
         results = {}
         for transfer in transfers:
             keys, name = transfer.keys or [], _name(transfer.name)
             results[transfer.name] = self._move_in(keys, name, self._rows(keys, name, transfer.host_indices))
         return results
 
-    def batch_set_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
-        results = {}
+    def batch_set_v2(self, transfers: list[PoolTransfer], *context: Any, **named: Any) -> dict[str, list[bool]]:
+        results, before = {}, _page_before(context, named)
         for transfer in transfers:
             keys, name, indices = transfer.keys or [], _name(transfer.name), transfer.host_indices
             rows = self._row_maker(keys, name, indices)
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-            results[transfer.name] = self._move_out(keys, name, rows, None if trailing else extra_info)
+            results[transfer.name] = self._move_out(keys, name, rows, None if trailing else before)
         return results
 
     # pages as tensors of SGLang's own, without interface_v1 -----------------------------------------------------------
@@ -284,16 +278,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         keys: Sequence[str],
         name: str,
         make_rows: Callable[[], list[list[list[ByteRow]]] | None],
-        extra_info: HiCacheStorageExtraInfo | None,
+        before: bytes | None,
     ) -> list[bool]:
+        """before: the hash of the page before the first one, where SGLang has said it."""
         if self._forms[name].is_shared and self._rank.tp_rank:
             return [True] * len(keys)  # rank 0 writes the same bytes
         shelf, began = self._open_shelf(), time.monotonic()
         forms, rows = self._keys(name, shelf.until()) if keys else None, make_rows()
         if forms is None or rows is None:
             return [False] * len(keys)
-        before = (extra_info.prefix_keys if extra_info is not None else None) or ()
-        pages = self._pages(keys, forms, rows, page_hash(before[-1]) if before else None)
+        pages = self._pages(keys, forms, rows, before)
         flags = _whole(shelf.save(pages), len(forms))
         self._measure("backup", pages, flags, began)
         return flags
@@ -340,6 +334,13 @@ def _name(pool: Any) -> str:
     return str(getattr(pool, "value", pool))
 
 
+def _page_before(context: Sequence[Any], named: Mapping[str, Any]) -> bytes | None:
+    """From SGLang's HiCacheStorageExtraInfo, the last argument of its batch methods."""
+    given = context[0] if context else named.get("extra_info")
+    keys = getattr(given, "prefix_keys", None)
+    return page_hash(keys[-1]) if keys else None
+
+
 def _whole(parts: Sequence[bool], count: int) -> list[bool]:
     """A page is there when all its parts are."""
     return [all(parts[at : at + count]) for at in range(0, len(parts), count)]
@@ -347,7 +348,7 @@ def _whole(parts: Sequence[bool], count: int) -> list[bool]:
 
 def _bytes_of(tensor: torch.Tensor) -> ByteRow:
     """uint8 view of a contiguous CPU tensor."""
-    return tensor.view(torch.uint8).reshape(-1).numpy()  # type: ignore[no-any-return]
+    return tensor.view(torch.uint8).reshape(-1).numpy()
 
 
 def _engine_settings() -> Any:
