@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from engine_adapter.sglang_storage.settings import check_version, make_tiers, mo
 from engine_adapter.sglang_storage.shelf import Shelf
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolTransfer
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
 
     from kvstore.copy_key import CopyKey
     from kvstore.tier import ByteRow
@@ -126,19 +126,23 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # v1 --------------------------------------------------------------------------------------------------------------
 
-    def batch_exists(self, keys: list[str], *context: Any, **named: Any) -> int:
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         shelf = self._open_shelf()
         return leading_run(self._flags(keys, KV_POOL, shelf.until()))
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, *context: Any, **named: Any) -> list[bool]:
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
         """host_indices: int64 [keys * page tokens]. False: the page was not loaded and nothing may be made of it."""
         return self._move_in(keys, KV_POOL, self._rows(keys, KV_POOL, host_indices))
 
-    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, *context: Any, **named: Any) -> list[bool]:
-        before = _page_before(context, named)
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        before = _page_before(extra_info)
         return self._move_out(keys, KV_POOL, lambda: self._rows(keys, KV_POOL, host_indices), before)
 
     # v2 --------------------------------------------------------------------------------------------------------------
@@ -147,8 +151,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
-        *context: Any,
-        **named: Any,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         until = self._open_shelf().until()
         pools = []
@@ -163,15 +166,19 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         hits, lengths = restorable(self._flags(keys, KV_POOL, until), pools)
         return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
-    def batch_get_v2(self, transfers: list[PoolTransfer], *context: Any, **named: Any) -> dict[str, list[bool]]:
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         results = {}
         for transfer in transfers:
             keys, name = transfer.keys or [], _name(transfer.name)
             results[transfer.name] = self._move_in(keys, name, self._rows(keys, name, transfer.host_indices))
         return results
 
-    def batch_set_v2(self, transfers: list[PoolTransfer], *context: Any, **named: Any) -> dict[str, list[bool]]:
-        results, before = {}, _page_before(context, named)
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        results, before = {}, _page_before(extra_info)
         for transfer in transfers:
             keys, name, indices = transfer.keys or [], _name(transfer.name), transfer.host_indices
             rows = self._row_maker(keys, name, indices)
@@ -334,10 +341,9 @@ def _name(pool: Any) -> str:
     return str(getattr(pool, "value", pool))
 
 
-def _page_before(context: Sequence[Any], named: Mapping[str, Any]) -> bytes | None:
-    """From SGLang's HiCacheStorageExtraInfo, the last argument of its batch methods."""
-    given = context[0] if context else named.get("extra_info")
-    keys = getattr(given, "prefix_keys", None)
+def _page_before(extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
+    """The hash of the page before the call's first one, where SGLang says it (hicache_storage_pass_prefix_keys)."""
+    keys = extra_info.prefix_keys if extra_info is not None else None
     return page_hash(keys[-1]) if keys else None
 
 
