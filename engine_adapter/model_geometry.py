@@ -30,26 +30,43 @@ _POSITION_FIELDS = (
 )
 
 
-def geometry_from_config(
-    config: Any, dtype: torch.dtype | str, block_tokens: int = 16, *, latent: bool = False, sharing: bool = False
-) -> KVGeometry:
-    """KV geometry of a causal language model: a group of full layers, a group per sliding window, or both.
+def geometry_from_config(config: Any, dtype: torch.dtype | str, block_tokens: int = 16) -> KVGeometry:
+    """KV geometry of a causal language model: a group of full layers, a group per sliding window, or both; or one of
+    latents (MLA), one of kv_lora_rank + qk_rope_head_dim values a token and layer.
 
     config: a transformers config (of a multimodal model: its text part is taken).
     dtype: dtype of the stored KV, torch.bfloat16 or "bfloat16".
-    latent: the caller can keep MLA's latents, one of kv_lora_rank + qk_rope_head_dim values a token and layer.
-    sharing: it can do without the layers that reuse another's KV; they are in no group then.
-    Raises ConfigError for models whose KV this runner cannot keep correctly, saying why.
+    Layers that reuse another's KV (see `kv_sources`) are in no group.
+    Raises ConfigError for models whose KV cannot be kept correctly, saying why.
     """
     text = config.get_text_config(decoder=True)
-    refuse_config(text, latent=latent, sharing=sharing)
-    reusing = {at for at, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()) if mode == "reuse"}
+    refuse_config(text)
+    reusing = kv_sources(text)
     groups = tuple(
         replace(group, layers=layers)
         for group in cache_groups(text)
         if (layers := tuple(layer for layer in group.layers if layer not in reusing))
     )
     return KVGeometry(groups=groups, block_tokens=block_tokens, dtype=dtype_name(dtype), position=position_scheme(text))
+
+
+def kv_sources(config: Any) -> dict[int, int]:
+    """Layers that keep no KV, and the layer whose KV each attends to: the last of its kind that lends its own."""
+    text = config.get_text_config(decoder=True)
+    lenders: dict[str, int] = {}
+    found = {}
+    for layer, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()):
+        kind = text.layer_types[layer]
+        if mode == "store":
+            lenders[kind] = layer
+        elif mode is not None:
+            if mode != "reuse" or kind not in lenders:
+                raise ConfigError(
+                    f"layer {layer} ({kind}) has the sharing mode {mode!r} and lenders before it are {lenders}; "
+                    "expected reuse, behind a layer of its kind that lends its KV"
+                )
+            found[layer] = lenders[kind]
+    return found
 
 
 def position_scheme(text: Any) -> str:
@@ -62,11 +79,9 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_config(text: Any, *, latent: bool = False, sharing: bool = False) -> None:
+def refuse_config(text: Any) -> None:
     """Raise ConfigError for a config whose attention a paged runner would get wrong without any error."""
     name = getattr(text, "model_type", type(text).__name__)
-    if getattr(text, "kv_lora_rank", None) and not latent:
-        raise ConfigError(f"{name} keeps latent KV (MLA, kv_lora_rank={text.kv_lora_rank}): not in this runner yet")
     if getattr(text, "index_topk", None):
         raise ConfigError(
             f"{name} keeps the keys of a sparse-attention indexer beside its KV (index_topk): not here yet"
@@ -81,8 +96,8 @@ def refuse_config(text: Any, *, latent: bool = False, sharing: bool = False) -> 
     allowed = {FULL_ATTENTION, SLIDING_ATTENTION}
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - allowed):
         raise ConfigError(f"{name} has layers of type {strange}; this runner pages {sorted(allowed)}")
-    if getattr(text, "num_kv_shared_layers", 0) and not (sharing and hasattr(text, "kv_sharing_modes")):
-        raise ConfigError(f"{name} shares KV across layers (num_kv_shared_layers): not in paged attention yet")
+    if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):
+        raise ConfigError(f"{name} shares KV across layers and does not say whose (kv_sharing_modes): not here yet")
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"{name} does not attend causally; only causal language models can be paged")
 

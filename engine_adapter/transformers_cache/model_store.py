@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allocator import ConfigError, GroupKind, IntegrityError, UsageError
+from allocator import ConfigError, IntegrityError, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
-from engine_adapter.model_geometry import geometry_from_config, refuse_model
+from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_model
 from engine_adapter.paged_cache import PagedCache
+from engine_adapter.paged_function import borrow, current_pass, give_back, refuse_latents
 from engine_adapter.transformers_cache.arguments import read_arguments
-from engine_adapter.transformers_cache.paged_function import ATTENTION_NAME, cache_attention, can_absorb, current_pass
 from engine_adapter.transformers_cache.passes import ForwardPass
 from engine_adapter.transformers_cache.rows import Rows
 from engine_adapter.transformers_cache.store_cache import StoreCache
@@ -32,7 +32,6 @@ from kvstore import Identity, KVStore, KVStoreConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allocator import KVGeometry
     from kvstore.tier import Tier
 
 _NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
@@ -64,11 +63,12 @@ class ModelStore:
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         self.model = model
-        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=True, sharing=not paged)
+        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens)
+        self._sources = kv_sources(model.config)
         self._backend: AttentionBackend | None = None
         if paged:
             refuse_model(model)
-            _refuse_latents(model, self.geometry)
+            refuse_latents(model, self.geometry)
             self._backend = get_backend(None, str(model.device))
         self.identity = Identity(
             model=type(model).__name__,
@@ -86,12 +86,8 @@ class ModelStore:
         self._layer_count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self._caches: weakref.WeakSet[StoreCache] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
-        self._own_attention = str(model.config._attn_implementation)
         if paged:
-            from transformers import AttentionInterface
-
-            AttentionInterface.register(ATTENTION_NAME, cache_attention)
-            model.set_attn_implementation(ATTENTION_NAME)
+            borrow(model)
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -124,7 +120,7 @@ class ModelStore:
         for hook in self._hooks:
             hook.remove()
         if self._hooks and self._backend is not None:
-            self.model.set_attn_implementation(self._own_attention)
+            give_back(self.model)
         self._hooks = []
         self.store.close()
 
@@ -171,7 +167,9 @@ class ModelStore:
         rows.begin_pass(tokens)
         fed = [len(part) for part in tokens]
         columns = (rows.columns, given.columns)
-        cache.running = ForwardPass(self.store, self._paged, rows.rows, fed, columns, self._backend)
+        cache.running = ForwardPass(self.store, self._paged, rows.rows, fed, columns, self._backend, self._sources)
+        if self._backend is not None:
+            current_pass.set(cache.running)
         return given.args, given.kwargs
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -187,18 +185,6 @@ class ModelStore:
             cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"
             raise IntegrityError(f"layers {missing} of {type(model).__name__} never updated the cache in this pass")
         cache.rows.end_pass(step.new_columns)
-
-
-def _refuse_latents(model: Any, geometry: KVGeometry) -> None:
-    """ConfigError for a model with latents whose attention modules are not built as the absorbed form expects."""
-    if not any(group.kind is GroupKind.LATENT for group in geometry.groups):
-        return
-    modules = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
-    if not modules or not all(can_absorb(module) for module in modules):
-        raise ConfigError(
-            f"{type(model).__name__} keeps latents, and its attention is not built like DeepSeek's (kv_b_proj, "
-            "expand_kv): open its ModelStore with paged=False, which keeps latents too"
-        )
 
 
 def weights_in_memory(model: Any) -> str:

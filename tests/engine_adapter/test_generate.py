@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from allocator import ConfigError
 from tests.engine_adapter.generate_kit import (
     BATCH,
     BLOCK,
@@ -82,8 +81,6 @@ def test_layers_that_reuse_the_kv_of_another_store_none() -> None:
                 assert generate(model, ids, cache, **arguments) == expected
                 assert (cache.reused_tokens > 0) == reused
                 cache.finish()
-    with pytest.raises(ConfigError, match="not in paged attention yet"), opened(model, paged=True):
-        pass
 
 
 def test_eager_attention_too() -> None:
