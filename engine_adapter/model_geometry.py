@@ -24,7 +24,6 @@ _POSITION_FIELDS = (
     "no_rope_layers",
     "no_rope_layer_interval",
     "position_embedding_type",
-    "rope_interleave",
     "rotary_pct",
     "rotary_dim",
 )
@@ -69,10 +68,30 @@ def kv_sources(config: Any) -> dict[int, int]:
     return found
 
 
-def position_scheme(text: Any) -> str:
-    """How positions enter K, as one canonical string: part of the KV's identity."""
-    found = {name: getattr(text, name) for name in _POSITION_FIELDS if getattr(text, name, None) is not None}
-    return "rope:" + json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+def position_scheme(text: Any, latent_rope: str = "halves") -> str:
+    """How positions enter K, as one canonical string: part of the KV's identity, so engines and releases must agree.
+
+    What says nothing is left out (None, a whole partial factor), numbers are floats, keys are sorted. latent_rope: how
+    the engine lays out the rope part of a latent: transformers in "halves", vLLM "interleaved". Same weights, other
+    bytes: they must not share.
+    """
+    found = {name: _canonical(getattr(text, name, None)) for name in _POSITION_FIELDS}
+    if getattr(text, "kv_lora_rank", None):
+        found["latent_rope"] = latent_rope
+    told = {name: value for name, value in found.items() if value is not None}
+    if told.get("partial_rotary_factor") == 1.0:
+        del told["partial_rotary_factor"]
+    return "rope:" + json.dumps(told, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def _canonical(value: Any) -> Any:
+    """Floats for numbers, so that 10000 and 10000.0 are one; mappings without what says nothing."""
+    if isinstance(value, Mapping):
+        kept = {str(name): _canonical(one) for name, one in value.items() if one is not None}
+        return {name: one for name, one in kept.items() if (name, one) != ("partial_rotary_factor", 1.0)}
+    if isinstance(value, list | tuple):
+        return [_canonical(one) for one in value]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

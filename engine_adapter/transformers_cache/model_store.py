@@ -14,7 +14,8 @@ import json
 import weakref
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,11 +30,6 @@ from engine_adapter.transformers_cache.rows import Rows
 from engine_adapter.transformers_cache.store_cache import StoreCache
 from kvstore import Identity, KVStore, KVStoreConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvstore.tier import Tier
-
 _NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 
@@ -43,9 +39,10 @@ class ModelStore:
 
     model: a causal language model of transformers, in eval mode. config: memory, tiers and codec, as everywhere.
     paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
-    attention; until `close` the model then needs a cache of ours. weights: digest or revision of the weights; by
-    default a SHA-256 over all of them in memory and the model's config, once. adapter, tenant: see Identity. tiers:
-    instead of the config's.
+    attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the name
+    is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory and
+    the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
+    docs/how-to/transformers.md). adapter, tenant: see Identity.
 
     Raises ConfigError, naming the model, where reuse would be silently wrong.
     """
@@ -57,10 +54,10 @@ class ModelStore:
         *,
         block_tokens: int = 16,
         paged: bool = False,
+        name: str = "",
         weights: str | None = None,
         adapter: object = None,
         tenant: str | None = None,
-        tiers: Sequence[Tier] | None = None,
     ) -> None:
         self.model = model
         self.geometry = geometry_from_config(model.config, model.dtype, block_tokens)
@@ -71,14 +68,14 @@ class ModelStore:
             refuse_latents(model, self.geometry)
             self._backend = get_backend(None, str(model.device))
         self.identity = Identity(
-            model=type(model).__name__,
+            model=name or source_name(model),
             weights=weights or weights_in_memory(model),
             geometry=self.geometry,
             adapter=adapter,
             tenant=tenant,
         )
         self._refuse_unnamed_adapter(self.identity)
-        self.store = KVStore(self.geometry, self.identity, config, device=str(model.device), tiers=tiers)
+        self.store = KVStore(self.geometry, self.identity, config, device=str(model.device))
         if self.store.slab is None:
             raise ConfigError("the store has no device memory: give config.device_bytes")
         self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
@@ -185,6 +182,11 @@ class ModelStore:
             cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"
             raise IntegrityError(f"layers {missing} of {type(model).__name__} never updated the cache in this pass")
         cache.rows.end_pass(step.new_columns)
+
+
+def source_name(model: Any) -> str:
+    """The last part of the folder or repository that the model was loaded from, as load_model and vLLM name it."""
+    return Path(getattr(model.config, "_name_or_path", "") or "").name or type(model).__name__
 
 
 def weights_in_memory(model: Any) -> str:
