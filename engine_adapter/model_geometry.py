@@ -7,6 +7,7 @@ Pure reading of a config; called once per model by whoever builds a store for it
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -127,6 +128,17 @@ def refuse_model(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__} does not route attention through transformers' AttentionInterface "
             "(_supports_attention_backend is false), so its KV cannot be paged from outside"
+        )
+
+
+def refuse_media(model: Any) -> None:
+    """Raise ConfigError for a model that attends to media otherwise than to text, as a step of tokens does not."""
+    text = model.config.get_text_config(decoder=True)
+    told = json.dumps(getattr(text, "rope_parameters", None), default=str)
+    if "token_type_ids" in inspect.signature(model.forward).parameters or "mrope_section" in told:
+        raise ConfigError(
+            f"{type(model).__name__} attends to images in both directions, or counts their positions in two "
+            "dimensions; expected a model that takes media as so many tokens, such as LLaVA"
         )
 
 

@@ -18,14 +18,15 @@ import torch
 from allocator import ConfigError, GroupKind, IntegrityError, KVGeometry, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
 from engine_adapter.batch import StepBatch
-from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_model
+from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_media, refuse_model
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.paged_function import PagedPass, borrow, current_pass, give_back, refuse_latents
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from allocator import Slab
+    from kvstore.identity import Adapter
     from quant import BlockCodec
 
 
@@ -96,7 +97,8 @@ class HFRunner:
     """A causal language model whose KV lies in a slab.
 
     model: a transformers model in eval mode. geometry: its KV geometry, made from its config when None (block_tokens
-    then applies). backend: attention backend or its name, the best of this machine when None.
+    then applies). backend: attention backend or its name, the best of this machine when None. use_adapter: makes the
+    model compute with an adapter, or (None) without; a step with several is one pass for each.
 
     The slab comes with `attach`, since a store is built for a geometry and the geometry comes from the model. While a
     runner holds a model, the model's own `generate` does not work; `release` gives the model back.
@@ -112,6 +114,7 @@ class HFRunner:
         geometry: KVGeometry | None = None,
         block_tokens: int = 16,
         backend: AttentionBackend | str | None = None,
+        use_adapter: Callable[[Adapter | None], None] | None = None,
     ) -> None:
         refuse_model(model)
         self.model = model
@@ -130,6 +133,7 @@ class HFRunner:
         self._keeps_rows = "logits_to_keep" in parameters
         latents = any(group.kind is GroupKind.LATENT for group in self.geometry.groups)
         self._cache_argument = ("cache" if "cache" in parameters else "past_key_values") if latents else ""
+        self._use_adapter = use_adapter
         self._held = False
         _check_modules(model, self._layers)
         borrow(model)
@@ -149,18 +153,40 @@ class HFRunner:
         Raises UsageError for token ids or tables that do not fit; then nothing was written. IntegrityError when a
         layer of the model did not go through paged attention.
         """
+        adapters = list(dict.fromkeys(part.adapter for part in batch))
+        if self._use_adapter is None:
+            if adapters != [None]:
+                raise UsageError(
+                    f"the step asks for the adapters {adapters}; expected HFRunner(use_adapter=...), which switches to "
+                    "them, or one adapter for all, in the store's Identity"
+                )
+            return self._forward(batch)
+        rows: dict[str, torch.Tensor] = {}
+        for adapter in adapters:
+            self._use_adapter(adapter)
+            parts = tuple(part for part in batch if part.adapter == adapter)
+            logits = self._forward(StepBatch(parts, batch.before_layer))
+            pieces = logits.split([part.logits_count for part in parts])
+            rows |= {part.sequence_id: piece for part, piece in zip(parts, pieces, strict=True)}
+        return torch.cat([rows[part.sequence_id] for part in batch])
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
         cache = self.cache
         if cache is None or not self._held:
             raise UsageError("the runner has no slab: call attach(slab) first, and not after release()")
         token_ids, positions, rows = self._flatten(batch)
         step = _Step(cache, self.backend, self._sources, batch)
         kwargs: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
+        if any(part.media for part in batch):
+            kwargs["inputs_embeds"] = self._embed(token_ids, batch)
+        else:
+            kwargs["input_ids"] = token_ids
         if self._cache_argument:
             kwargs[self._cache_argument] = _Latents(step)
         token = current_pass.set(step)
         try:
             with torch.inference_mode():
-                logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **kwargs).logits[0]
+                logits = self.model(position_ids=positions, use_cache=False, **kwargs).logits[0]
         finally:
             current_pass.reset(token)
         if step.reached != self._layers:
@@ -176,6 +202,23 @@ class HFRunner:
         if self._held:
             self._held = False
             give_back(self.model)
+
+    def _embed(self, token_ids: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Embeddings of the step's tokens, Tensor[1, tokens, hidden], with the features of media in their places."""
+        refuse_media(self.model)
+        with torch.inference_mode():
+            embeds: torch.Tensor = self.model.get_input_embeddings()(token_ids)
+            first = 0
+            for part in batch:
+                for offset, features in part.media:
+                    if features.shape[1] != embeds.shape[2]:
+                        raise UsageError(
+                            f"sequence {part.sequence_id!r} brings media features of {features.shape[1]} values; "
+                            f"the model's embeddings have {embeds.shape[2]}"
+                        )
+                    embeds[0, first + offset : first + offset + len(features)] = features.to(embeds)
+                first += part.token_count
+        return embeds
 
     def _flatten(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         token_ids: list[int] = []

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING
 from allocator.errors import CapacityError, IntegrityError, KVError
 from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
+from engine_adapter.media import same_tokens
 from engine_adapter.request import Request
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
+    from kvstore.identity import Media
 
 _FAILED_LOADS_LIMIT = 3
 _PATIENT_STEPS = 4  # how long a stream waits for transfers to free memory before the newest is preempted for it
@@ -87,6 +89,10 @@ class Stream:
     def sequence_id(self) -> str:
         request_id = self.state.request.request_id
         return request_id if self.index == 0 else f"{request_id}#{self.index}"
+
+    @property
+    def media_names(self) -> list[Media]:
+        return [one.name() for one in self.request.media]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -238,6 +244,8 @@ class Scheduler:
                 exact=stream.request.exact,
                 prompt_tokens=len(stream.request.token_ids),
                 spare_blocks=() if alone else self._spare_blocks(),
+                media=stream.media_names,
+                identity=stream.request.identity(self._store.identity),
             )
         except CapacityError as error:
             if error.permanent or (alone and not error.transient):
@@ -301,10 +309,18 @@ class Scheduler:
         """True when a running prefill will soon have whole blocks that this stream could take instead of computing."""
         block_tokens = self.geometry.block_tokens
         best = 0
+        identity = stream.request.identity(self._store.identity)
         for other in self.running:
-            if other.prefilling and other.request.exact >= stream.request.exact:
-                best = max(best, _common_prefix(other.tokens, stream.tokens[:-1]) // block_tokens * block_tokens)
-        return best > 0 and best > self._store.lookup(stream.tokens, exact=stream.request.exact).tokens
+            if not other.prefilling or other.request.exact < stream.request.exact:
+                continue
+            if other.request.identity(self._store.identity) == identity:
+                same = same_tokens(other.request.media, stream.request.media)
+                common = _common_prefix(other.tokens[:same], stream.tokens[:-1])
+                best = max(best, common // block_tokens * block_tokens)
+        if not best:
+            return False
+        exact, media = stream.request.exact, stream.media_names
+        return best > self._store.lookup(stream.tokens, exact=exact, media=media, identity=identity).tokens
 
     # Planning
 

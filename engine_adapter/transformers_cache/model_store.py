@@ -13,9 +13,8 @@ import hashlib
 import json
 import weakref
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,11 +23,17 @@ from engine_adapter.attention import AttentionBackend, get_backend
 from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_model
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.paged_function import borrow, current_pass, give_back, refuse_latents
+from engine_adapter.request import other_identity
 from engine_adapter.transformers_cache.arguments import read_arguments
 from engine_adapter.transformers_cache.passes import ForwardPass
 from engine_adapter.transformers_cache.rows import Rows
 from engine_adapter.transformers_cache.store_cache import StoreCache
 from kvstore import Identity, KVStore, KVStoreConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.identity import Media
 
 _NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -75,7 +80,9 @@ class ModelStore:
             tenant=tenant,
         )
         self._refuse_unnamed_adapter(self.identity)
-        self.store = KVStore(self.geometry, self.identity, config, device=str(model.device))
+        self.store = KVStore(
+            self.geometry, self.identity, config, device=str(model.device), placeholder_ids=placeholders(model.config)
+        )
         if self.store.slab is None:
             raise ConfigError("the store has no device memory: give config.device_bytes")
         self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
@@ -90,19 +97,23 @@ class ModelStore:
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
-    def cache(self, *, exact: bool = False, adapter: object = None, tenant: str | None = None) -> StoreCache:
+    def cache(
+        self,
+        *,
+        exact: bool = False,
+        adapter: object = None,
+        tenant: str | None = None,
+        media: Sequence[Sequence[Media]] = (),
+    ) -> StoreCache:
         """A fresh cache, for one call of `generate` or one conversation.
 
         exact: reuse only what was computed in full precision, and keep it so. adapter, tenant: others than the store's.
+        media: for each prompt the media whose placeholders it holds, which the model is given in its first pass.
         """
         self._end_dropped()
-        identity = None
-        if adapter is not None or tenant is not None:
-            identity = replace(
-                self.identity, adapter=adapter or self.identity.adapter, tenant=tenant or self.identity.tenant
-            )
+        identity = other_identity(self.identity, adapter, tenant)
         self._refuse_unnamed_adapter(identity or self.identity)
-        rows = Rows(self.store, self._paged, exact=exact, identity=identity)
+        rows = Rows(self.store, self._paged, exact=exact, identity=identity, media=media)
         cache = StoreCache(rows, self._windows, self._layer_count)
         self._caches.add(cache)
         ending = weakref.finalize(cache, self._dropped.append, rows)
@@ -154,9 +165,9 @@ class ModelStore:
         self._end_dropped()
         rows = cache.rows
         rows.settle()
-        given = read_arguments(args, kwargs, rows.columns, rows.rows)
+        given = read_arguments(args, kwargs, rows.columns, rows.rows, any(rows.media))
         if not rows.rows:
-            given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()))
+            given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()), rows.media_to_come)
         for row, pad in zip(rows.rows, given.pads, strict=True):
             if not row.ids:
                 row.pad = pad
@@ -182,6 +193,13 @@ class ModelStore:
             cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"
             raise IntegrityError(f"layers {missing} of {type(model).__name__} never updated the cache in this pass")
         cache.rows.end_pass(step.new_columns)
+
+
+def placeholders(config: Any) -> set[int]:
+    """Token ids that stand for media, as a config names them."""
+    names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+    found = {getattr(config, name, None) for name in names}
+    return {one for one in found if isinstance(one, int) and one >= 0}
 
 
 def source_name(model: Any) -> str:
