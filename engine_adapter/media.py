@@ -54,7 +54,7 @@ def digest_of(*inputs: Tensor) -> bytes:
     state = hashlib.sha256()
     for one in inputs:
         state.update(f"{one.dtype} {list(one.shape)};".encode())
-        state.update(memoryview(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        state.update(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     digest = state.digest()
     assert len(digest) == HASH_BYTES
     return digest

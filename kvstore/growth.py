@@ -239,6 +239,7 @@ class Growth:
             if exact_end < last:
                 self._seal_run(sequence, table, exact_end, last, False)
         self._upkeep.enqueue_cool(sequence)
+        self._upkeep.hand_over(sequence, first, last)
 
     def _seal_run(self, sequence: Sequence, table: BlockTable, start: int, stop: int, exact: bool) -> None:
         if stop - start == 1:
