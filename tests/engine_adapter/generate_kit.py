@@ -62,7 +62,7 @@ def ways(family: str) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
 
 
 PAGED_IN_FULL = ("gemma3", "gpt_oss", "deepseek_v3")
-"""Families that go all ways with the paged function in the usual run: hybrid, sinks, latents. `every` is for nightly."""
+"""Families that go all ways with the paged function in the usual run: hybrid, sinks, latents."""
 
 
 def usual_ways(family: str, paged: bool) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
