@@ -35,9 +35,8 @@ def test_gemma3_past_its_window_through_generate_and_the_loop() -> None:
                 assert cache.reused_tokens == (reused if warm else 0)
                 cache.finish()
     runner = HFRunner(model)
-    with KVStore(
-        runner.geometry, Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry), config
-    ) as store:
+    identity = Identity(model=loaded.name, weights=loaded.weights, geometry=runner.geometry)
+    with KVStore(runner.geometry, identity, config) as store:
         runner.attach(store.slab, store.cold_codec)  # type: ignore[arg-type]
         loop = DecodeLoop(runner, store)
         for warm in (False, True):
