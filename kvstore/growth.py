@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from allocator import BlockPool, BlockTable, KVGeometry
     from kvstore.announce import Announcer
     from kvstore.device_blocks import BlockBytes
+    from kvstore.identity import Media
     from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
     from kvstore.sequence import Sequence
@@ -175,12 +176,18 @@ class Growth:
 
     # -- commit -------------------------------------------------------------------------------------------------
 
-    def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
+    def commit(self, sequence: Sequence, token_ids: Items[int], media: Items[Media] = ()) -> None:
         count = len(token_ids) if type(token_ids) is list else length(token_ids)
         start = sequence.committed
         if start + count > sequence.written:
             raise self._beyond_written(sequence, count)
-        sequence.chain.settle(start, token_ids)
+        if media:
+            chain = sequence.chain.fork()
+            chain.truncate(start)
+            chain.extend(token_ids, media)
+            sequence.chain = chain
+        else:
+            sequence.chain.settle(start, token_ids)
         self._committed(sequence, start + count)
 
     def commit_prompt(self, sequence: Sequence, token_count: int) -> None:
@@ -232,6 +239,7 @@ class Growth:
             if exact_end < last:
                 self._seal_run(sequence, table, exact_end, last, False)
         self._upkeep.enqueue_cool(sequence)
+        self._upkeep.hand_over(sequence, first, last)
 
     def _seal_run(self, sequence: Sequence, table: BlockTable, start: int, stop: int, exact: bool) -> None:
         if stop - start == 1:

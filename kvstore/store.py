@@ -302,13 +302,13 @@ class KVStore:
         with self._lock:
             self._growth.grow(self._sequences.computing(sequence_id), token_count)
 
-    def commit(self, sequence_id: str, token_ids: Items[int]) -> None:
+    def commit(self, sequence_id: str, token_ids: Items[int], media: Items[Media] = ()) -> None:
         """The next written tokens are final: their KV was computed from `token_ids`. Seals full blocks.
 
-        Raises UsageError when more is committed than was written by `grow`.
+        media: those that start among them, unless `admit` was told. UsageError for more than `grow` has written.
         """
         with self._lock:
-            self._growth.commit(self._sequences.running(sequence_id), token_ids)
+            self._growth.commit(self._sequences.running(sequence_id), token_ids, media)
 
     def commit_prompt(self, sequence_id: str, token_count: int) -> None:
         """`commit` of the next `token_count` tokens that the sequence was admitted with: nothing is hashed again."""
