@@ -16,6 +16,7 @@ from kvstore.executor import make_executor
 from kvstore.fetching import Fetcher
 from kvstore.growth import Growth
 from kvstore.leases import Leases
+from kvstore.loss_prices import LossPrices
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
 from kvstore.quotas import Quotas
@@ -111,7 +112,8 @@ def assemble(
     )
     cools = codec is not None
     quotas = Quotas(pool, sequences)
-    reuse = ReuseNotes(pool, geometry.block_tokens, is_learning=learns)
+    prices = LossPrices(geometry, pool, residency, costs, tiers, cools=cools)
+    reuse = ReuseNotes(pool, geometry.block_tokens, prices, is_learning=learns)
     upkeep = Upkeep(
         geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
     )
