@@ -405,8 +405,9 @@ class KVStore(StoreViews):
             if self._sequences.closed:
                 return
             self._sequences.closed = True
-            self._sequences.clear()
-        close_parts(self._parts, self._lock, self._arrived, seconds, self._clock())
+        close_parts(
+            self._parts, self._lock, self._arrived, seconds, self._clock(), lambda: self._sequences.end(self._release)
+        )
 
     def __enter__(self) -> KVStore:
         return self

@@ -209,7 +209,10 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[CopyKey]) -> int:
-        """Drop copies; how many went. Pinned ones stay; readers under way finish on the old bytes."""
+        """Drop copies; how many went. Pinned ones stay; readers under way finish on the old bytes.
+
+        They are no hits from now on. Where the dropping itself waits for a server, `used_bytes` counts them until then.
+        """
 
     @abstractmethod
     def clear(self) -> None:

@@ -124,7 +124,7 @@ class Session:
         token = self.holder.token
         welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token)
         page = core.epochs.of(settings.domain_of(self.uid)).descriptor
-        socket.send_fds(self._sock, [protocol.encode(welcome)], [page])
+        socket.send_fds(self._sock, [protocol.encode(welcome)], [page, *core.tell_tales.read_fds])
         return True
 
     def _one(self, length: int, buffer: memoryview) -> bool:

@@ -64,6 +64,12 @@ def dispatch(links: Links, orders: Sequence[Order], work: Work, stopped: Callabl
             return
 
 
+def command_each(links: Links, orders: Sequence[Order], command: Callable[[Order], list[bytes]]) -> None:
+    """One plain command an order, `command(order)`."""
+    if orders:
+        dispatch(links, orders, lambda wire, _, window, asking: wire.call([command(one) for one in window], asking))
+
+
 def _windows(orders: Sequence[Order]) -> Iterator[list[Order]]:
     window: list[Order] = []
     size = 0

@@ -172,13 +172,17 @@ class Ledger:
                 self.used_bytes -= 0 if copy is None else copy.size_bytes
 
     def stay(self, keys: Iterable[Known]) -> None:
-        """These victims could not be dropped: they are copies again, first to be tried next time."""
+        """These could not be dropped: they are copies again, first to be tried next time."""
         with self._lock:
             for key in keys:
                 copy = self._leaving.pop(key, None)
-                if copy is not None and key not in self._copies:
-                    self._copies[key] = copy
-                    self._copies.move_to_end(key, last=False)
+                if copy is None:
+                    continue
+                if key in self._copies:  # written anew meanwhile, in its place
+                    self.used_bytes -= copy.size_bytes
+                    continue
+                self._copies[key] = copy
+                self._copies.move_to_end(key, last=False)
 
     def reserve(self, size_bytes: int) -> bool:
         """Room for a copy about to be written; False when there is none."""
@@ -255,13 +259,14 @@ class Ledger:
             self._set_absent(key, self._clock())
 
     def drop(self, keys: Iterable[CopyKey]) -> int:
-        """Deleted here; how many were believed in."""
+        """Not believed in from now on; how many were. With a cap they stay counted until `gone`."""
         now = self._clock()
         with self._lock:
             count = 0
             for key in keys:
-                count += key in self._copies
-                self._forget(key)
+                copy = self._copies.pop(key, None)
+                count += copy is not None
+                self._set_leaving(key, copy, now)
                 self._set_absent(key, now)
                 self._pending.pop(key, None)
             return count
@@ -297,6 +302,16 @@ class Ledger:
         if not self.capacity_bytes:
             while len(self._copies) > self.limits.entries:
                 self._forget(next(iter(self._copies)))
+
+    def _set_leaving(self, key: Known, copy: Believed | None, now: float) -> None:
+        """`copy` is no copy any more, but its bytes are there until the server has dropped them."""
+        if copy is None:
+            return
+        if not self.capacity_bytes or key in self._leaving:
+            self.used_bytes -= copy.size_bytes
+            return
+        copy.expires_seconds = now
+        self._leaving[key] = copy
 
     def _forget(self, key: Known) -> None:
         copy = self._copies.pop(key, None)

@@ -30,7 +30,7 @@ from kvstore.frame.parsing import FrameFault
 from kvstore.frame.specs import SpecSource, plain_specs
 from kvstore.layer_progress import LayerRounds
 from kvstore.queued_tier import QueuedTier
-from kvstore.redis_tier.dispatch import BREAKER_OPEN, INTERRUPTED, Lost, Order, dispatch
+from kvstore.redis_tier.dispatch import BREAKER_OPEN, INTERRUPTED, Lost, Order, command_each, dispatch
 from kvstore.redis_tier.epoch import SharedEpoch
 from kvstore.redis_tier.frames import Forms, FrameSink, KeyNames, PartSink, header_of
 from kvstore.redis_tier.layers import ask_parts, get_by_layers
@@ -38,7 +38,7 @@ from kvstore.redis_tier.ledger import Known, Ledger, LedgerLimits, Presence
 from kvstore.redis_tier.links import LinkOptions, Links, Node
 from kvstore.redis_tier.protocol import ErrorReply, PutOrder, Reply, Wire
 from kvstore.redis_tier.space import Namespace
-from kvstore.redis_tier.url import RedisAddress, parse_redis_url
+from kvstore.redis_tier.url import RedisAddress, Topology, parse_redis_url
 from kvstore.tier import Job, ResultCode, Transfer
 
 _NAME_BYTES = 256  # what a key's name and the server's own bookkeeping cost, about
@@ -135,8 +135,9 @@ class RedisTier(QueuedTier):
         count = self._ledger.drop(asked)
 
         def unlink() -> None:
-            self._unlink(asked)
-            self._ledger.drop(asked)  # a put that was under way may have told of them meanwhile
+            self._remove(asked)
+            if self._ledger.drop(asked):  # a put that was under way has told of them meanwhile
+                self._remove(asked)
 
         self._background(unlink, self._executor)
         return count
@@ -232,8 +233,8 @@ class RedisTier(QueuedTier):
                 return wire.get(items, self._ttl_ms, node.has_getex, asking)
 
             replies = ask()
-            if node.has_getex and any(isinstance(one, ErrorReply) and _is_unknown(one) for one in replies):
-                node.has_getex = False  # Redis before 6.2, or an ACL without it
+            if node.has_getex and any(isinstance(one, ErrorReply) and self._cannot_getex(one) for one in replies):
+                node.has_getex = False
                 replies = ask()
             return replies
 
@@ -244,9 +245,14 @@ class RedisTier(QueuedTier):
             results.append(code)
             if code is ResultCode.CORRUPT:
                 bad.append(order.item.key)
-        if bad:
-            self._unlink(bad)
+        self._remove(bad)
         return results
+
+    def _cannot_getex(self, reply: ErrorReply) -> bool:
+        """Redis before 6.2, an ACL without it, or a URL that names a replica, where GETEX is a write."""
+        if reply.code == "READONLY":
+            return self.address.topology is Topology.SINGLE
+        return reply.code == "NOPERM" or "unknown command" in reply.line.lower()
 
     def _get_layers(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
         orders = [Order(self._names.of(job.key), job.size_bytes, job) for job in jobs]
@@ -255,7 +261,7 @@ class RedisTier(QueuedTier):
         rounds = LayerRounds(transfer.progress, jobs, self._waker)
         ask = partial(ask_parts, self.links, transfer, ttl_ms=self._ttl_ms)
         results = get_by_layers(rounds, orders, forms, ask, whole, self._read_result)
-        self._unlink([job.key for job, code in zip(jobs, results, strict=True) if code is ResultCode.CORRUPT])
+        self._remove([job.key for job, code in zip(jobs, results, strict=True) if code is ResultCode.CORRUPT])
         return results
 
     def _read_result(self, order: Order, sink: FrameSink | PartSink | None) -> ResultCode:
@@ -263,18 +269,19 @@ class RedisTier(QueuedTier):
         if reply is None or not order.size_bytes:
             self._ledger.missed(key)
             return ResultCode.MISS
-        if isinstance(reply, int) and sink is not None:
-            if sink.fault is None:
-                self._ledger.renewed(key, reply + _NAME_BYTES)
-                return ResultCode.OK
-            self._count(f"fault_{sink.fault}")
+        is_wrong_type = isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
+        if not is_wrong_type and (sink is None or not isinstance(reply, int)):
+            return self._failure(reply)
+        fault = "type" if is_wrong_type or sink is None else sink.fault
+        if fault is None and isinstance(reply, int):
+            self._ledger.renewed(key, reply + _NAME_BYTES)
+            return ResultCode.OK
+        self._count(f"fault_{fault}")
+        if fault in _OUR_SECRET_MATTER:
             self._ledger.missed(key)
-            return ResultCode.MISS if sink.fault in _OUR_SECRET_MATTER else ResultCode.CORRUPT
-        if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
-            self._count("fault_type")
-            self._ledger.missed(key)
-            return ResultCode.CORRUPT
-        return self._failure(reply)
+            return ResultCode.MISS
+        self._ledger.drop([key])
+        return ResultCode.CORRUPT
 
     # writing ---------------------------------------------------------------------------------------------------------
 
@@ -297,7 +304,8 @@ class RedisTier(QueuedTier):
                 self._evict(victims)
             if transfer.cancelled:
                 results[job.key] = ResultCode.CANCELLED
-            elif not self._ledger.reserve(size):
+                continue
+            if not self._ledger.reserve(size):
                 if orders:  # what is about to be written holds the room: write it, then it may be evicted
                     results |= self._send(transfer, orders, generation)
                     orders = []
@@ -305,9 +313,7 @@ class RedisTier(QueuedTier):
                 if not self._ledger.reserve(size):
                     results[job.key] = ResultCode.FULL
                     continue
-                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
-            else:
-                orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
+            orders.append(Order(self._names.of(job.key), size, (job, form, packed)))
         return results | self._send(transfer, orders, generation)
 
     def _send(self, transfer: Transfer, orders: Sequence[Order], generation: int) -> dict[CopyKey, ResultCode]:
@@ -352,21 +358,25 @@ class RedisTier(QueuedTier):
 
     def _evict(self, victims: Sequence[Known]) -> None:
         if victims:
-            done = self._unlink(victims)
-            self._ledger.gone(one for one in victims if done[one])
-            self._ledger.stay(one for one in victims if not done[one])
-            self._count("evicted", sum(done.values()))
+            self._count("evicted", self._remove(victims))
+
+    def _remove(self, leaving: Sequence[Known]) -> int:
+        """Unlink what the ledger has as leaving; how many the server confirms. The others stay counted."""
+        done = self._unlink(leaving) if leaving else {}
+        self._ledger.gone(one for one in leaving if done[one])
+        self._ledger.stay(one for one in leaving if not done[one])
+        return sum(done.values())
 
     def _unlink(self, keys: Iterable[Known]) -> dict[Known, bool]:
         """Which of them the server confirms to be gone."""
         orders = [Order(one if isinstance(one, bytes) else self._names.of(one), 0, one) for one in keys]
-        _command(self.links, orders, lambda order: [b"UNLINK", order.name])
+        command_each(self.links, orders, lambda order: [b"UNLINK", order.name])
         return {order.item: isinstance(order.reply, int) for order in orders}
 
     def _renew(self, keys: Sequence[CopyKey]) -> dict[CopyKey, Reply | Lost]:
         """Set times to live anew; 1 where a copy is there, 0 where it is gone."""
         orders = [Order(self._names.of(key), 0, key) for key in keys]
-        _command(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
+        command_each(self.links, orders, lambda order: [b"PEXPIRE", order.name, b"%d" % self._ttl_ms])
         for order in orders:
             if order.reply == 1:
                 self._ledger.renewed(order.item)
@@ -378,7 +388,7 @@ class RedisTier(QueuedTier):
         with self._wanted_lock:
             keys, self._wanted = self._wanted, []
         orders = [Order(self._names.of(key), 0, key) for key in keys]
-        _command(self.links, orders, lambda order: [b"STRLEN", order.name])
+        command_each(self.links, orders, lambda order: [b"STRLEN", order.name])
         for order in orders:
             if isinstance(order.reply, int):
                 self._ledger.answer(order.item, order.reply + _NAME_BYTES if order.reply > 0 else None)
@@ -415,18 +425,9 @@ class RedisTier(QueuedTier):
                 self._count(f"failed_{type(error).__name__}")
 
 
-def _is_unknown(reply: ErrorReply) -> bool:
-    return reply.code == "NOPERM" or "unknown command" in reply.line.lower()
-
-
 def _may_have_come(reply: Reply | Lost) -> bool:
     """Whether a server that gave no answer may have taken the command all the same."""
     return isinstance(reply, Lost) and reply.cause != BREAKER_OPEN
-
-
-def _command(links: Links, orders: Sequence[Order], command: Callable[[Order], list[bytes]]) -> None:
-    if orders:
-        dispatch(links, orders, lambda wire, _, window, asking: wire.call([command(one) for one in window], asking))
 
 
 def _by_bytes(jobs: Sequence[Job], limit_bytes: int = 16 << 20) -> Iterable[list[Job]]:

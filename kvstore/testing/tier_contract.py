@@ -133,6 +133,7 @@ class TierContract(TransferContract):
             assert results[1] is MISS or (results[1] is OK and np.array_equal(buffer, old))
             assert tier.contains([key]) == [True]
             tier.delete([key])
+            executor.run_all()
             assert tier.used_bytes == 0
 
     def test_case_079_a_read_that_waits_never_gets_the_bytes_of_who_came_after(self) -> None:
@@ -189,7 +190,7 @@ class TierContract(TransferContract):
         self._random_work(self.make_tier(self.capacity_bytes, ThreadExecutor("contract")), seed=1)
 
     def test_random_work_with_every_fault_never_gives_wrong_bytes(self) -> None:
-        for seed in range(3):
+        for seed in range(self.fault_rounds):
             inner = self.make_tier(self.capacity_bytes, ThreadExecutor("contract"))
             tier = FaultyTier(inner, Faults.everywhere(0.08), seed=seed)
             self._random_work(tier, seed)

@@ -55,6 +55,8 @@ class TransferContract:
     leaves_first: ClassVar[bool] = False
     pins: ClassVar[bool] = False
     timeout_seconds: ClassVar[float] = 20.0
+    fault_rounds: ClassVar[int] = 3
+    """Rounds of random work with faults; each has a seed of its own."""
 
     def make_tier(self, capacity_bytes: int, executor: Executor) -> Tier:
         """A fresh, empty tier with exactly this budget."""
@@ -263,6 +265,7 @@ class TransferContract:
                 done += tier.poll()
                 assert [completion.transfer for completion in done] == [transfer], order
                 assert tier.delete([key_of(1)]) == 1, f"{order}: the copy is still held"
+                executor.run_all()
                 assert tier.used_bytes == 0, order
 
     def test_case_077_buffers_are_let_go_with_the_completion(self) -> None:

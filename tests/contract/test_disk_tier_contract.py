@@ -67,3 +67,4 @@ class TestDiskTierOnAlwaysSync(DiskContract):
     payload_bytes = 60000
     overhead_bytes = 20 << 10
     sync = "always"
+    fault_rounds = 1

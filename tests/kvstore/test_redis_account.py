@@ -92,3 +92,45 @@ def test_puts_that_a_hung_server_takes_later_are_counted() -> None:
         until_ok(tier, keys)
         assert get(tier, keys) == [ResultCode.OK] * 10
         assert bytes_there(server) <= 45_000
+
+
+def test_what_a_server_refuses_to_drop_stays_counted_and_goes_later() -> None:
+    """Found by reading: a corrupt or deleted copy was forgotten at once, and the cap no longer knew of its bytes."""
+    with Server() as server, remote_tier(server.unix_url, capacity_bytes=30_000) as tier:
+        keys = [key_of(number) for number in range(10)]
+        assert put(tier, keys) == [ResultCode.OK] * 10
+        held = bytes_there(server)
+        with server.client() as client:
+            name = next(client.scan_iter(f"*{keys[0].hash.hex()}"))
+            client.setrange(name, client.strlen(name) - 9, b"\0\1\2\3\4\5\6\7\x08")
+        server.command("ACL", "SETUSER", "default", "-unlink")
+        assert get(tier, keys[:1]) == [ResultCode.CORRUPT]
+        assert tier.delete(keys[1:3]) == 2
+        assert put(tier, [key_of(100)]) == [ResultCode.OK], "by another thread's time the delete was refused"
+        tier.check_invariants()
+        assert tier.used_bytes == bytes_there(server) > held
+        assert get(tier, keys[3:4]) == [ResultCode.OK]
+        server.command("ACL", "SETUSER", "default", "+unlink")
+        fresh = [key_of(number) for number in range(200, 212)]
+        assert put(tier, fresh) == [ResultCode.OK] * 12
+        assert bytes_there(server) <= 30_000
+        assert tier.used_bytes == bytes_there(server)
+        assert not any(tier.contains(keys[:3]))
+        tier.check_invariants()
+
+
+def test_a_url_that_names_a_replica_reads_and_says_that_it_cannot_write() -> None:
+    """A standalone URL on a read-only replica: what is there is served (without new times to live), puts fail."""
+    with Server() as master, Server() as replica, remote_tier(f"{master.unix_url}?namespace=two") as writer:
+        assert put(writer, [key_of(1), key_of(2)]) == [ResultCode.OK] * 2
+        replica.command("REPLICAOF", "127.0.0.1", master.port)
+        deadline = time.monotonic() + 30
+        while replica.command("DBSIZE") < master.command("DBSIZE"):
+            assert time.monotonic() < deadline, "the replica has not caught up"
+            time.sleep(0.05)
+        with remote_tier(f"{replica.unix_url}?namespace=two") as tier:
+            assert get(tier, [key_of(1), key_of(2), key_of(3)]) == [ResultCode.OK] * 2 + [ResultCode.MISS]
+            assert put(tier, [key_of(4)]) == [ResultCode.FAILED]
+            assert get(tier, [key_of(1)]) == [ResultCode.OK], "a refused put says nothing of reads"
+            assert tier.counters()["refused_READONLY"] > 0
+            tier.check_invariants()
