@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.identity import Media
     from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
+    from kvstore.retention import Retainer
     from kvstore.sequence import Sequence
     from kvstore.upkeep import Upkeep
 
@@ -46,6 +47,7 @@ class Growth:
         upkeep: Upkeep,
         metrics: StoreMetrics,
         announcer: Announcer,
+        retainer: Retainer,
         *,
         poison: bool = False,
     ) -> None:
@@ -56,6 +58,7 @@ class Growth:
         self._upkeep = upkeep
         self._metrics = metrics
         self._announcer = announcer
+        self._retainer = retainer
         self._poison = poison
         self._block_tokens = geometry.block_tokens
         self._windows = [group.window_tokens for group in geometry.groups]
@@ -281,6 +284,7 @@ class Growth:
         for table in sequence.tables:
             if sequence.exact:
                 self._pool.drop_exact(table.window_surplus(sequence.committed))
+            self._retainer.keep_dropped(sequence, table)
             table.drop_window(sequence.committed)
 
     # -- fork ---------------------------------------------------------------------------------------------------
@@ -288,6 +292,7 @@ class Growth:
     def release(self, sequence: Sequence) -> None:
         """Give back all that a sequence holds, at its end."""
         self._upkeep.reuse.note(sequence)
+        self._retainer.keep(sequence)
         self.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:
