@@ -12,13 +12,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
 from kvstore.daemon import Daemon, DaemonTier, protocol
+from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.protocol import Cause
+from kvstore.daemon.server import shares
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, tier_at, until
@@ -119,6 +123,91 @@ def test_leases_pins_and_forms_have_limits(daemon: Daemon) -> None:
     assert get(tier, [key_of(1)]) == [OK]
     client.close()
     until(lambda: daemon.stats()["leases"]["read_copies"] == 0)
+    tier.close()
+
+
+def test_what_clients_name_is_bounded(daemon: Daemon) -> None:
+    """Tenants, forms and codecs: found here, each name that was ever said stayed for good."""
+    arena = daemon.core.arena("")
+    for turn in range(3):
+        client = RawClient(daemon.settings.socket_path)
+        for number in range(1000):
+            key = key_of(0, codec=f"c{number}")
+            fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, bytes(1000))
+            client.ask(protocol.Form, number, *fields, 1, 1, 0, "bytes", f"tenant {turn} {number}")
+            hashes = key_of(1000 * turn + number).hash
+            answer = client.ask(protocol.Reserve, number, hashes, key.root, [5000])
+            (place,) = protocol.PLACE.iter_unpack(answer.places)
+            client.tell(protocol.Abandon, [place[3]])
+        client.close()
+    with daemon.core.lock:
+        assert len(arena.tenants) <= 2048
+        assert sum(map(len, arena._shelves.values())) <= 2048
+    until(lambda: not arena.codec_bytes)
+    client = RawClient(daemon.settings.socket_path)
+    key = key_of(0)
+    fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, bytes(16384), 1, 1, 0, "bytes", "")
+    causes = [getattr(client.ask(protocol.Form, number, *fields), "cause", None) for number in range(70)]
+    assert causes == [None] * 64 + [Cause.FORM] * 6
+    client.close()
+
+
+def test_forms_of_many_families_are_forgotten_by_age() -> None:
+    known = KnownForms()
+    for number in range(4000):
+        key = key_of(0).with_hash(bytes(32))._replace(group=number, parameters=bytes(16384))
+        known.learn(Form(key, 1, 1, 0, "bytes"))
+    assert known._bytes <= 32 << 20
+    assert len(known._by_family) < 2000
+
+
+def test_who_opens_many_connections_gets_no_more_of_the_rate() -> None:
+    class One(NamedTuple):
+        uid: int
+        pid: int
+        number: int
+
+    hostile = [One(1, pid, number) for pid in (10, 11) for number in range(30)]
+    good = [One(1, 20, 0), One(2, 30, 0)]
+    found = shares(hostile + good)  # type: ignore[arg-type]
+    assert {found[one] for one in hostile} == {2 * 3 * 30}  # type: ignore[index]
+    assert [found[one] for one in good] == [6, 2]  # type: ignore[index]
+    assert sum(1 / part for part in found.values()) == pytest.approx(1)
+
+
+def test_long_requests_are_slowed_by_what_they_cost(daemon: Daemon) -> None:
+    """Found here: a lookup of 1,024 hashes counted as one of 16, so two clients could keep a core busy."""
+    client = RawClient(daemon.settings.socket_path)
+    client.form()
+    session = next(iter(daemon._sessions))
+    for _ in range(50):
+        client.ask(protocol.Contains, 0, key_of(1).hash * 1024)
+    assert session.spent > 2 * session.request_count
+    short = RawClient(daemon.settings.socket_path)
+    short.form()
+    other = next(one for one in daemon._sessions if one is not session)
+    before = other.spent
+    for _ in range(50):
+        short.ask(protocol.Run, 0, key_of(1).hash * 16)
+    assert other.spent - before == 50
+    for one in (client, short):
+        one.close()
+
+
+@pytest.mark.parametrize("packet", [b"\xff" * 5000, protocol.encode(protocol.Hello(1, protocol.MAGIC, 99, "x"))])
+def test_a_process_that_was_cut_off_again_and_again_is_turned_away(daemon: Daemon, packet: bytes) -> None:
+    tier = tier_at(daemon.settings.socket_path)
+    for _ in range(12):
+        client = RawClient(daemon.settings.socket_path, hello=False)
+        with suppress(BrokenPipeError):
+            client.sock.send(packet)
+        answer = client.answer()
+        client.close()
+        if answer is not None and answer.cause == Cause.PACE:
+            break
+    assert answer.cause == Cause.PACE
+    assert counts(daemon)["refused_pace"] >= 1
+    assert put(tier, [key_of(1)]) == [OK], "who is in stays in"
     tier.close()
 
 
