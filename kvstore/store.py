@@ -439,9 +439,9 @@ class KVStore:
             if self._sequences.closed:
                 return
             self._sequences.closed = True
-            for sequence in [*self._sequences.values()]:
-                self._release(sequence)
-        close_parts(self._parts, self._lock, self._arrived, seconds, self._clock())
+        close_parts(
+            self._parts, self._lock, self._arrived, seconds, self._clock(), lambda: self._sequences.end(self._release)
+        )
 
     def __enter__(self) -> KVStore:
         return self

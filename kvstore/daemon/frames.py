@@ -65,6 +65,11 @@ class FrameForm:
             at += row.nbytes
         memory.data[offset : offset + self.header_bytes] = self.header(key.hash, state.digest())
 
+    def names(self, key: CopyKey, frame: ByteRow) -> bool:
+        """Whether its header is whole and says what it must; the payload is not looked at."""
+        given = frame[: self.header_bytes].tobytes()
+        return given == self.header(key.hash, given[self._sum_at : self._sum_at + CHECK_BYTES])
+
     def read(self, key: CopyKey, frame: ByteRow, rows: Sequence[ByteRow], checks: bool = True) -> FrameFault | None:
         """Copy the payload to the pieces and check what arrived there; the header is checked in any case."""
         given = frame[: self.header_bytes].tobytes()

@@ -20,10 +20,11 @@ import numpy as np
 
 from allocator.errors import TierError, UsageError
 from kvstore.copy_key import CopyKey
-from kvstore.daemon.arena import ArenaEntry, ArenaIndex
+from kvstore.daemon.arena import ArenaIndex
 from kvstore.daemon.forms import Form
 from kvstore.daemon.holder import Holder
 from kvstore.daemon.protocol import Place
+from kvstore.daemon.slots import ArenaEntry
 from kvstore.frame.build import joined_checksum
 from kvstore.frame.parsing import FrameFault, build_joined_header, parse_header
 from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier

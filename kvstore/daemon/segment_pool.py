@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from allocator.errors import CapacityError
-from kvstore.daemon.arena import ArenaSegment
+from kvstore.daemon.slots import ArenaSegment
 
 if TYPE_CHECKING:
     from kvstore.daemon.segments import SegmentMemory
@@ -20,16 +22,24 @@ MAKING_SECONDS = 0.1
 class SegmentPool:
     """The daemon's memory budget in segments; every arena takes from it. Numbers are never used twice.
 
-    make: what makes one segment's memory; CapacityError from it lowers the budget to what there is.
+    make: what makes one segment's memory; CapacityError from it lowers the budget to what there is. forget: is told
+    of memory that is given back for good.
     """
 
-    def __init__(self, budget_bytes: int, segment_bytes: int, make: Callable[[int], SegmentMemory]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        segment_bytes: int,
+        make: Callable[[int], SegmentMemory],
+        forget: Callable[[SegmentMemory], None] | None = None,
+    ) -> None:
         self.segment_bytes = segment_bytes
         self.limit = budget_bytes // segment_bytes
         self.made = 0
         self.making = 0  # of these, not there yet
+        self._stopped = False
         self.ready: deque[SegmentMemory] = deque()
-        self._make = make
+        self._make, self._forget = make, forget
         self._next_number = 1
 
     def take(self) -> ArenaSegment | None:
@@ -40,8 +50,16 @@ class SegmentPool:
         elif self.begin_make():
             self.finish_make(self.make())
             memory = self.ready.popleft() if self.ready else None
-        if memory is None:
+        return None if memory is None else self._numbered(memory)
+
+    def take_over(self, memory: SegmentMemory) -> ArenaSegment | None:
+        """One that an earlier daemon has filled; None when the budget has no room for it."""
+        if not self.begin_make():
             return None
+        self.making -= 1
+        return self._numbered(memory)
+
+    def _numbered(self, memory: SegmentMemory) -> ArenaSegment:
         number, self._next_number = self._next_number, self._next_number + 1
         return ArenaSegment(number, memory)
 
@@ -81,9 +99,31 @@ class SegmentPool:
 
     def renew(self, segment: ArenaSegment) -> None:
         """A segment that left one domain: its memory goes, and the budget has room for a fresh one."""
+        if self._forget is not None:
+            self._forget(segment.memory)
         segment.memory.close()
         self.made -= 1
 
-    def close(self) -> None:
-        while self.ready:
-            self.ready.pop().close()
+    def prepare(self, lock: threading.Condition, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
+        """Reserve memory ahead of its use until `stop`, on a thread that is started. lock: the daemon's, as a
+        condition of which it tells when there is more."""
+        work = partial(self._prepare, lock, wake, all_of_it)
+        thread = threading.Thread(target=work, name="kvstore-segments", daemon=True)
+        thread.start()
+        return thread
+
+    def _prepare(self, lock: threading.Condition, wake: threading.Event, all_of_it: bool) -> None:
+        while not self._stopped:
+            with lock:
+                may = (all_of_it or len(self.ready) < 1) and self.begin_make()
+            if may:
+                memory = self.make()
+                with lock:
+                    self.finish_make(memory)
+                    lock.notify_all()
+                continue
+            wake.wait(0.5)
+            wake.clear()
+
+    def stop(self) -> None:
+        self._stopped = True

@@ -6,7 +6,6 @@ thread. Two daemons on one path are refused by a lock file; a socket that a dead
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import socket
@@ -14,7 +13,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,17 @@ from kvstore.daemon.admin import Admin
 from kvstore.daemon.core import Core
 from kvstore.daemon.door import Door
 from kvstore.daemon.forms import KnownForms
+from kvstore.daemon.handover import Handover
 from kvstore.daemon.protocol import Cause
 from kvstore.daemon.session import Session, close_heard, has_died
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.socket_lock import locked_directory
 from kvstore.daemon.stats import snapshot
 from kvstore.frame.specs import SpecSource
 from kvstore.tier import Tier
 
 if TYPE_CHECKING:
+    from kvstore.daemon.notify import NotifySocket
     from kvstore.event_feed import EventFeed
 
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
@@ -41,9 +43,19 @@ _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 
 
 class Daemon:
-    """See the module. lowers: tiers below the arena, fast to slow; None: those that the settings name."""
+    """See the module. lowers: tiers below the arena, fast to slow; None: those that the settings name.
 
-    def __init__(self, settings: DaemonSettings, lowers: Sequence[Tier] | None = None) -> None:
+    notify: who keeps shared memory over a restart, and `found` what it gave back: descriptors by name.
+    """
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        lowers: Sequence[Tier] | None = None,
+        *,
+        notify: NotifySocket | None = None,
+        found: Mapping[str, list[int]] | None = None,
+    ) -> None:
         self.settings = settings
         self.path = Path(settings.socket_path)
         self.is_ready = False
@@ -57,10 +69,12 @@ class Daemon:
         self._listener: socket.socket | None = None
         self._feed: EventFeed | None = None
         self._threads: list[threading.Thread] = []
-        self._lock_fd = _locked_directory(self.path, settings)
+        self._lock_fd = locked_directory(self.path, settings)
         try:
             forms = KnownForms()
-            self.core = Core(settings, own_tiers(settings, forms) if lowers is None else lowers, forms)
+            lowers = own_tiers(settings, forms) if lowers is None else lowers
+            handover = None if notify is None else Handover(settings, notify, found or {})
+            self.core = Core(settings, lowers, forms, handover=handover)
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -269,29 +283,6 @@ def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:
             tier.close()
         raise
     return tiers
-
-
-def _locked_directory(path: Path, settings: DaemonSettings) -> int:
-    """The socket's directory, made and locked for this daemon: a descriptor. TierError says who has it."""
-    directory = path.parent
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if settings.is_private and directory.stat().st_uid == os.geteuid() and directory.name == "kvstore":
-            directory.chmod(0o700)
-        elif not settings.is_private and directory.name == "kvstore":
-            directory.chmod(0o711)
-        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TierError(f"socket {path}: its directory cannot be used ({error.strerror})") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise TierError(f"socket {path}: a daemon runs there already, process {holder}") from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def _pid_fd(sock: socket.socket, pid: int) -> int:

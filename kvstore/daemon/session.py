@@ -136,7 +136,7 @@ class Session:
         more = (self.holder.token, settings.checks(domain))
         welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, *more)
         page = core.epochs.of(domain).descriptor
-        socket.send_fds(self._sock, [protocol.encode(welcome)], [page])
+        socket.send_fds(self._sock, [protocol.encode(welcome)], [page, *core.tell_tales.read_fds])
         return True
 
     def _one(self, length: int, buffer: memoryview) -> bool:
