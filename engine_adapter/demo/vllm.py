@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from engine_adapter.demo.__main__ import cannot_write, wait_without_spinning
-from engine_adapter.demo.vllm_engines import TIERS, Answered, Engine, Unavailable, tier_settings
+from engine_adapter.demo.vllm_engines import TIERS, Answered, Engine, MissingServerError, tier_settings
 
 BARS = {"host": 0.10, "disk": 0.12, "redis": 0.15, "daemon": 0.12}
 """What is asked for: TTFT warm over cold, at a prefix of 4,096 tokens."""
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     for name, path in (("--json", given.json), ("--html", given.html)):
-        problem = None if path == "-" else cannot_write(Path(path).absolute())
+        problem = None if path in ("-", os.devnull) else cannot_write(Path(path).absolute())
         if problem:
             parser.error(f"{name}: {problem}")
     if given.html == "-":
@@ -198,7 +198,7 @@ def run(given: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any
             ours = pages[place * given.rounds : (place + 1) * given.rounds]
             try:
                 tiers.append(measure_tier(name, given, model, plain, [*ours, pages[-1]], note))
-            except Unavailable as problem:
+            except MissingServerError as problem:
                 missing[name] = str(problem)
                 note(f"{name} left out: {problem}")
     finally:

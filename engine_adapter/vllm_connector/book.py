@@ -60,6 +60,7 @@ class Tracked:
     written_tokens: int = 0
     load_tables: Tables = ()
     is_prompt_kept: bool = False
+    wait_seconds: float = 0.0
 
 
 class Book:
@@ -113,16 +114,19 @@ class Book:
         if found.epoch != self.epoch:
             self.begin_epoch(found.epoch, request.request_id)
             return None
+        wait = tracked.wait_seconds = 0.0 if self._raw_tail_tokens else wait_seconds(request)
+        is_coming = bool(wait) and found.blocks <= local
         now = self._clock()
-        if found.pending:
+        if found.pending or is_coming:
             if tracked.asked_since is None:
                 tracked.asked_since = now
-            if now - tracked.asked_since < self._deadline_seconds:
+            if now - tracked.asked_since < (wait if is_coming else self._deadline_seconds):
                 return None
         else:
             tracked.asked_since = None
         tracked.found_lossy_at = found.lossy_at
-        return max(0, found.blocks - local) * self._block_tokens
+        blocks = limit if wait and not is_coming else found.blocks
+        return max(0, blocks - local) * self._block_tokens
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """vLLM has given the request its blocks, of which the last `external_tokens` asked for are to be loaded.
@@ -145,7 +149,8 @@ class Book:
         if lossy_at is not None and lossy_at < stop:
             self._note_lossy(chain.hashes[lossy_at])
             tracked.lossy_at = lossy_at if tracked.lossy_at is None else min(lossy_at, tracked.lossy_at)
-        order = LoadOrder(request.request_id, chain.root, chain.hashes[:stop], start, tables, tracked.lossy_at)
+        wait, lossy_at = tracked.wait_seconds, tracked.lossy_at
+        order = LoadOrder(request.request_id, chain.root, chain.hashes[:stop], start, tables, lossy_at, wait)
         self._loads.append(order)
         tracked.load_tables = tables
         tracked.stored_blocks = 0 if start else stop
@@ -329,3 +334,13 @@ def _media(features: Iterable[Any]) -> list[Media]:
         for one in features
     ]
     return sorted(found, key=lambda one: one.start)
+
+
+def wait_seconds(request: Any) -> float:
+    """The request's `kv_transfer_params: {"prefill_wait_seconds": n}`: another engine computes its prompt right now.
+
+    0 where there is none; what is not a number in (0, 3600] is none.
+    """
+    found = (getattr(request, "kv_transfer_params", None) or {}).get("prefill_wait_seconds", 0)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    return float(found) if is_number and 0 < found <= 3600 else 0.0

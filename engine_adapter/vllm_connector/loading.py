@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from allocator import FULL, GroupKind
+from allocator import FULL, GroupKind, UsageError
 from engine_adapter.vllm_connector.shards import ShardCopy, keys_of
 from kvstore.executor import ThreadExecutor
 from kvstore.tier import ResultCode
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _CHUNK_BLOCKS = 32
 _ROUNDS = 3  # a copy that was bad in one tier is looked for in the next
+_TURN_SECONDS = 0.01  # between two looks at whether a block that another engine computes is there
+Place: TypeAlias = tuple[int, int]
 Positioned: TypeAlias = "tuple[int, LowerCopy]"
 
 
@@ -80,7 +83,7 @@ class Loader:
 
     def load(self, order: LoadOrder, groups: Sequence[GroupPages]) -> None:
         """Begin to load; the end comes by `take_finished`."""
-        self._executor.submit(partial(self._load, order, groups))
+        self._executor.submit(partial(self._load, order, groups, set(), time.monotonic()))
 
     def take_finished(self) -> list[LoadResult]:
         with self._traffic.lock:
@@ -90,12 +93,21 @@ class Loader:
     def close(self) -> None:
         self._executor.close()
 
-    def _load(self, order: LoadOrder, groups: Sequence[GroupPages]) -> None:
+    def _load(self, order: LoadOrder, groups: Sequence[GroupPages], loaded: set[Place], since: float) -> None:
+        """loaded: by earlier turns of the same load; since: when one of them last loaded something."""
         missing = {(-1, order.start)}
+        count = len(loaded)
         try:
-            missing = self._load_blocks(order, groups, time.monotonic() + self._deadline_seconds)
+            missing = self._load_blocks(order, groups, loaded, time.monotonic() + self._deadline_seconds)
         except Exception:  # counted: the blocks are computed instead
             _LOG.exception("kvstore: a load for vLLM failed")
+        else:
+            since = time.monotonic() if len(loaded) > count else since
+            if missing and time.monotonic() - since < order.wait_seconds:
+                time.sleep(0.0 if len(loaded) > count else _TURN_SECONDS)
+                with suppress(UsageError):  # it closes meanwhile
+                    self._executor.submit(partial(self._load, order, groups, loaded, since))  # behind the others
+                    return
         failed = sorted({position for _, position in missing})
         tokens = (len(order.hashes) - order.start) * self._geometry.block_tokens
         with self._traffic.lock:
@@ -103,9 +115,11 @@ class Loader:
             self._traffic.count("loaded_tokens", 0 if failed else tokens)
             self._results.append(LoadResult(order.request_id, tokens, failed))
 
-    def _load_blocks(self, order: LoadOrder, groups: Sequence[GroupPages], until: float) -> set[tuple[int, int]]:
-        """Bring (group, position) of the hit to their pages; those that could not be brought."""
-        loaded: set[tuple[int, int]] = set()
+    def _load_blocks(
+        self, order: LoadOrder, groups: Sequence[GroupPages], loaded: set[Place], until: float
+    ) -> set[Place]:
+        """Bring (group, position) of the hit to their pages, noted in `loaded`; those that could not be brought."""
+        missing: set[Place] = set()
         for _ in range(_ROUNDS):
             with self._traffic.lock:
                 plan = self._plan_of(order)

@@ -19,6 +19,7 @@ class LoadOrder:
     """Load the store blocks [start, len(hashes)) of a request. hashes: of all its blocks from the first on.
 
     lossy_at: the first block of which a lossy copy will do, since what follows is known as lossy; None: no block.
+    wait_seconds: blocks that are not stored yet are on their way, one at least in so long a time.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class LoadOrder:
     start: int
     tables: Tables
     lossy_at: int | None = None
+    wait_seconds: float = 0.0
 
     def must_be_exact(self, position: int) -> bool:
         return self.lossy_at is None or position < self.lossy_at
