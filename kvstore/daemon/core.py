@@ -22,7 +22,7 @@ from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier, taken_out
 from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
-from kvstore.daemon.segment_pool import SegmentPool
+from kvstore.daemon.segment_pool import MAKING_SECONDS, SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.slots import ArenaSegment, stored_event
@@ -77,13 +77,14 @@ class Core:
         self.events = EventStream()  # of the own domain's arena
         self.epochs = DomainEpochs(lowers, self.events.begin_epoch, handover)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
-        self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
+        self.lowers = [LowerTier(tier, self.lock, queue_bytes, settings.checks) for tier in lowers]
         self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
+        self._made = threading.Condition(self.lock)
         if handover is not None:
             handover.take_over(self)
         self.pool.make_first()
-        self._preparer = self.pool.prepare(self.lock, self._prepare, all_of_it=settings.store.host_prefault)
+        self._preparer = self.pool.prepare(self._made, self._prepare, all_of_it=settings.store.host_prefault)
 
     # who is there ----------------------------------------------------------------------------------------------------
 
@@ -251,7 +252,8 @@ class Core:
             raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} write leases")
         arena, now = holder.arena, self.clock()
         places, refused = [], 0
-        with self.lock:
+        with self._made:
+            self._made.wait_for(lambda: not self.pool.is_making_last, MAKING_SECONDS)
             evicted = arena.counts["evicted"]
             for hash, parent, frame_bytes in zip(hashes, parents, sizes, strict=True):
                 key = form.key(hash)
@@ -341,7 +343,7 @@ class Core:
                     entry.reader_count += 1
             if entry is None:
                 continue
-            found = taken_out(entry)
+            found = taken_out(entry, checks=self.settings.checks(form.domain))
             with self.lock:
                 if isinstance(found, FrameFault):
                     self.counts[f"corrupt_{found}"] += 1

@@ -44,6 +44,7 @@ class Link:
         self.timeout_seconds = timeout_seconds
         self.counts: Counter[str] = Counter()
         self.used_bytes = self.capacity_bytes = 0
+        self.checks, self.lease_seconds = True, 0.0  # as the daemon says
         self.on_up: Callable[[], None] | None = None
         self.known_epoch = 0  # the highest that this end has heard of, here or elsewhere
         self._closed = False
@@ -191,6 +192,12 @@ class Link:
                 self._map(missing[at : at + protocol.MOST_FDS], writable)
             return {number: known[number] for number in dict.fromkeys(numbers)}
 
+    def is_unsure(self, since_seconds: float, session: int) -> bool:
+        """Whether what was read since may have been overwritten meanwhile, and no checksum would have shown it."""
+        is_late = time.monotonic() - since_seconds > self.lease_seconds or session != self.session
+        self.counts["lease_ended"] += is_late and not self.checks
+        return is_late and not self.checks
+
     def _map(self, numbers: list[int], writable: bool) -> None:
         received: list[int] = []
 
@@ -329,6 +336,7 @@ class Link:
                 self.counts["daemon_restarts"] += 1  # a daemon that took over waits to hear what is unmapped
             self._token = answer.token
             self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
+            self.checks, self.lease_seconds = answer.checksums, answer.lease_seconds
             self._page, self._read_page = page, follower(page.data)
             self._seq = 1
             self.session += 1

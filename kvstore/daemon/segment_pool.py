@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from kvstore.daemon.segments import SegmentMemory
 
 
+MAKING_SECONDS = 0.1
+"""Longest wait of a store for the last of the memory."""
+
+
 class SegmentPool:
     """The daemon's memory budget in segments; every arena takes from it. Numbers are never used twice.
 
@@ -33,6 +37,7 @@ class SegmentPool:
         self.limit = budget_bytes // segment_bytes
         self.made = 0
         self._stopped = False
+        self.making = 0  # of these, not there yet
         self.ready: deque[SegmentMemory] = deque()
         self._make, self._forget = make, forget
         self._next_number = 1
@@ -49,7 +54,10 @@ class SegmentPool:
 
     def take_over(self, memory: SegmentMemory) -> ArenaSegment | None:
         """One that an earlier daemon has filled; None when the budget has no room for it."""
-        return self._numbered(memory) if self.begin_make() else None
+        if not self.begin_make():
+            return None
+        self.making -= 1
+        return self._numbered(memory)
 
     def _numbered(self, memory: SegmentMemory) -> ArenaSegment:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -65,7 +73,13 @@ class SegmentPool:
         if self.made >= self.limit:
             return False
         self.made += 1
+        self.making += 1
         return True
+
+    @property
+    def is_making_last(self) -> bool:
+        """Nothing is left of the budget but what is on its way. Under the lock."""
+        return self.making > 0 and self.made >= self.limit
 
     def make(self) -> SegmentMemory | None:
         """The memory claimed; None when the system has none. Takes milliseconds: needs no lock."""
@@ -76,6 +90,7 @@ class SegmentPool:
 
     def finish_make(self, memory: SegmentMemory | None) -> None:
         """Under the lock. What the system has is the budget from then on."""
+        self.making -= 1
         if memory is None:
             self.made -= 1
             self.limit = self.made
@@ -89,21 +104,23 @@ class SegmentPool:
         segment.memory.close()
         self.made -= 1
 
-    def prepare(self, lock: threading.Lock, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
-        """Reserve memory ahead of its use until `stop`, on a thread that is started. lock: the daemon's."""
-        work = partial(self._prepare, lock, wake, all_of_it)
+    def prepare(self, made: threading.Condition, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
+        """Reserve memory ahead of its use until `stop`, on a thread that is started. made: told of it, on the daemon's
+        lock."""
+        work = partial(self._prepare, made, wake, all_of_it)
         thread = threading.Thread(target=work, name="kvstore-segments", daemon=True)
         thread.start()
         return thread
 
-    def _prepare(self, lock: threading.Lock, wake: threading.Event, all_of_it: bool) -> None:
+    def _prepare(self, made: threading.Condition, wake: threading.Event, all_of_it: bool) -> None:
         while not self._stopped:
-            with lock:
+            with made:
                 may = (all_of_it or len(self.ready) < 1) and self.begin_make()
             if may:
                 memory = self.make()
-                with lock:
+                with made:
                     self.finish_make(memory)
+                    made.notify_all()
                 continue
             wake.wait(0.5)
             wake.clear()

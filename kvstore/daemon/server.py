@@ -21,6 +21,7 @@ from allocator.errors import ConfigError, TierError
 from kvstore.daemon import protocol
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.core import Core
+from kvstore.daemon.door import Door
 from kvstore.daemon.forms import KnownForms
 from kvstore.daemon.handover import Handover
 from kvstore.daemon.protocol import Cause
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
 _BACKLOG = 128
 _TICK_SECONDS = 0.05
-_ACCEPTS_PER_SECOND = 400
 _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 
 
@@ -63,7 +63,8 @@ class Daemon:
         self._sessions: dict[Session, threading.Thread] = {}
         self._sessions_lock = threading.Lock()
         self._by_uid: Counter[int] = Counter()
-        self._active_count = 1
+        self._door = Door()
+        self._shares: dict[Session, int] = {}
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._feed: EventFeed | None = None
@@ -132,7 +133,7 @@ class Daemon:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        listener, window, accepted = self._listener, time.monotonic(), 0
+        listener = self._listener
         assert listener is not None
         while not self._stopping.is_set():
             try:
@@ -143,20 +144,17 @@ class Daemon:
                 self._count(f"accept_failed_{error.errno}")  # out of descriptors, say: those we have go on
                 time.sleep(0.05)
                 continue
-            now = time.monotonic()
-            if now - window >= 0.1:
-                window, accepted = now, 0
-            accepted += 1
-            if accepted > _ACCEPTS_PER_SECOND // 10:  # a flood waits in the backlog, not on everybody's time
+            delay = self._door.delay_seconds(time.monotonic())
+            if delay:  # a flood waits in the backlog, not on everybody's time
                 self._count("accepts_delayed")
-                time.sleep(max(0.0, window + 0.1 - now))
+                time.sleep(delay)
             self._welcome(sock)
 
     def _welcome(self, sock: socket.socket) -> None:
         try:
             pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             uid &= 0xFFFFFFFF
-            cause = self._why_not(uid)
+            cause = self._why_not(uid, pid)
             if cause is not None:
                 self._count(f"refused_{cause.name.lower()}")
                 sock.setblocking(False)
@@ -164,7 +162,7 @@ class Daemon:
                 close_heard(sock)
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LISTEN_BUFFER_BYTES)
-            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), lambda: self._active_count)
+            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), self._sharers)
         except OSError:
             sock.close()
             return
@@ -174,19 +172,23 @@ class Daemon:
             self._by_uid[uid] += 1
         thread.start()
 
-    def _why_not(self, uid: int) -> Cause | None:
+    def _why_not(self, uid: int, pid: int) -> Cause | None:
         if not self.settings.may_connect(uid):
             return Cause.UID
         if self._stopping.is_set():
             return Cause.STOPPING
         with self._sessions_lock:
             full = len(self._sessions) >= self.settings.clients_limit
-            return Cause.CLIENTS if full or self._by_uid[uid] >= self.settings.clients_per_uid else None
+            if full or self._by_uid[uid] >= self.settings.clients_per_uid:
+                return Cause.CLIENTS
+        return None if self._door.lets_in(pid, time.monotonic()) else Cause.PACE
 
     def _serve(self, session: Session) -> None:
         try:
             session.serve()
         finally:
+            if session.was_cut_off:
+                self._door.punish(session.pid)
             with self._sessions_lock:
                 self._sessions.pop(session, None)
                 self._by_uid[session.uid] -= 1
@@ -195,7 +197,7 @@ class Daemon:
 
     def _watch(self) -> None:
         """Clients that died while another process keeps their socket open, leases whose time is up, shares of rate."""
-        before: dict[Session, int] = {}
+        before: dict[Session, float] = {}
         next_share = 0.0
         while not self._stopping.wait(_TICK_SECONDS):
             with self._sessions_lock:
@@ -209,13 +211,26 @@ class Daemon:
             self.admin.tick()
             if time.monotonic() >= next_share:
                 next_share = time.monotonic() + 0.5
-                busy = [one for one in sessions if one.request_count - before.get(one, 0) > 50]
-                self._active_count = max(1, len(busy))
-                before = {one: one.request_count for one in sessions}
+                self._shares = shares([one for one in sessions if one.spent - before.get(one, 0) > 50])
+                before = {one: one.spent for one in sessions}
+
+    def _sharers(self, session: Session) -> int:
+        """Of which part of the request rate this one may have: as one more where it was not busy until now."""
+        found = self._shares
+        return found.get(session) or 1 + max(found.values(), default=0)
 
     def _count(self, cause: str) -> None:
         with self.core.lock:
             self.core.counts[cause] += 1
+
+
+def shares(busy: Sequence[Session]) -> dict[Session, int]:
+    """What part of the request rate each has, as its divisor: users share alike, then the processes of a user, then the
+    connections of a process. So who opens many connections gains nothing by it."""
+    uids = {one.uid for one in busy}
+    processes = Counter(uid for uid, _ in {(one.uid, one.pid) for one in busy})
+    connections = Counter((one.uid, one.pid) for one in busy)
+    return {one: len(uids) * processes[one.uid] * connections[one.uid, one.pid] for one in busy}
 
 
 def event_feed(core: Core, settings: DaemonSettings) -> EventFeed | None:

@@ -15,7 +15,7 @@ from kvstore.daemon import Daemon, DaemonTier, protocol
 from kvstore.daemon.epochs import DomainEpoch, DomainEpochs
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.redis_tier.tier import RedisTier
-from tests.kvstore.daemon.kit import RawClient, ServeProcess, settings, until
+from tests.kvstore.daemon.kit import RawClient, ServeProcess, settings, tier_at, until
 from tests.kvstore.disk_kit import program
 from tests.kvstore.driving import check_bytes, run_prompt
 from tests.servers import Server, shared_server
@@ -122,7 +122,7 @@ def test_case_008_a_process_attached_to_the_daemon_misses_at_once(path: Path) ->
         assert second.call("fill") == str(8 * B), "it is in its device now"
         assert first.call(RESET) == "None"
         assert second.call("look") == MISS, "the first question after the reset, in all tiers"
-        assert (first.epoch, second.epoch) == (1, 1)
+        assert first.epoch == second.epoch >= 1
         assert second.call("fill") == "0"
         assert first.call("look") == f"({8 * B}, ['daemon'])", "what was stored since is a hit"
     assert server.stop() == (0, "")
@@ -135,16 +135,17 @@ def test_case_008_the_epoch_outlives_the_daemon_and_reaches_who_was_away(path: P
         away.call("fill")
         os.kill(away.process.pid, signal.SIGSTOP)
         assert first.call(RESET) == "None"
+        raised = first.epoch
         server.kill()  # the one that was away has not seen it, and this daemon cannot tell it any more
         server = serve(path)
         os.kill(away.process.pid, signal.SIGCONT)
-        deadline = time.monotonic() + 30
-        while away.epoch != 1:
+        deadline = time.monotonic() + 120
+        while away.epoch != raised:
             assert time.monotonic() < deadline
             assert away.call("look") in (MISS, f"({8 * B}, ['device'])")
         assert away.call("look") == MISS
     with Client(path) as late:
-        assert late.epoch == 1, "kept by the disk"
+        assert late.epoch == raised >= 1, "kept by the disk"
     assert server.stop() == (0, "")
 
 
@@ -156,10 +157,10 @@ def test_case_008_a_reset_without_a_daemon_raises_and_is_told_to_the_next_one(pa
         server.kill()
         assert first.call(RESET).startswith("TierError reset did not reach every tier: daemon: tier daemon: the epoch")
         server = ServeProcess(path, "--host-bytes", "8 MiB")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while second.call("look") != MISS:
             assert time.monotonic() < deadline
-        assert second.epoch == 1
+        assert second.epoch == first.epoch >= 1
     assert server.stop() == (0, "")
 
 
@@ -169,13 +170,13 @@ def test_case_008_a_reset_on_another_host_reaches_the_clients_of_this_one(tmp_pa
     daemon = Daemon(settings(tmp_path), [DiskTier(tmp_path / "disk", 8 << 20), RedisTier(url)])
     daemon.start()
     other_host = RedisTier(url)
-    tier = DaemonTier(str(path))
+    tier = tier_at(path)
     begun = tier.read_epoch()
     assert tier.seen_epoch() == begun > 0
     raised = other_host.raise_epoch(0)  # waits until others can have noticed
-    until(lambda: tier.seen_epoch() == raised, 0.2)
+    until(lambda: tier.seen_epoch() == raised)
     lowers = daemon.core.lowers
-    until(lambda: lowers[0].tier.read_epoch() == raised, 5, "the disk is told too")
+    until(lambda: lowers[0].tier.read_epoch() == raised, what="the disk is told too")
     assert tier.raise_epoch(0) > raised
     assert other_host.read_epoch() == tier.seen_epoch()
     for one in (tier, other_host):
@@ -188,7 +189,7 @@ def test_a_reset_that_a_tier_below_does_not_hear_of_raises(tmp_path: Path, path:
         remote = RedisTier(server.unix_url)
         daemon = Daemon(settings(tmp_path), [remote])
         daemon.start()
-        tier = DaemonTier(str(path), timeout_seconds=2)
+        tier = tier_at(path)
         before = tier.read_epoch()
         server.kill()
         with pytest.raises(TierError, match="did not reach every tier: remote"):
@@ -222,7 +223,10 @@ def test_an_epoch_never_falls(tmp_path: Path) -> None:
     daemon.start()
     client = RawClient(daemon.settings.socket_path)
     assert client.ask(protocol.Epoch, 1 << 62, False).count == 1 << 62
-    assert client.ask(protocol.Epoch, 0, True).count == (1 << 62) + 1
+    assert client.ask(protocol.Epoch, 0, True).cause == protocol.Cause.LOWER
+    tier = tier_at(daemon.settings.socket_path)
+    assert tier.seen_epoch() == 1 << 62
+    tier.close()
     assert client.ask(protocol.Epoch, (1 << 62) + 1, False).cause == protocol.Cause.GARBAGE
     client.close()
     daemon.stop()
