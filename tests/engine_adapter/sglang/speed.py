@@ -67,7 +67,7 @@ def measure(folder: Path) -> dict[str, float]:
             keys = kit.chain(PAGES, 1000 * number)
             timed("memcpy", lambda: flat[1].copy_(flat[0]))
             sides = [
-                ("SGLang's file", lambda indices: [PoolTransfer(PoolName.KV, indices, keys=keys)], file),
+                ("SGLang's file", lambda indices, keys=keys: [PoolTransfer(PoolName.KV, indices, keys=keys)], file),
                 ("disk", lambda indices: indices, ours),
                 ("daemon", lambda indices: indices, shared),
             ]
