@@ -407,7 +407,7 @@ def _digests(settings: DaemonSettings) -> tuple[bytes, bytes]:
     except PackageNotFoundError:
         release = ""
     versions = (VERSION, protocol.VERSION, layout.VERSION, release)
-    own = (settings.segment_bytes, settings.store.host_bytes, settings.domains, os.geteuid())
+    own = (settings.segment_bytes, settings.store.host_bytes, settings.domains, settings.checksums, os.geteuid())
     person = b"kvstore ledger"
     secret = hashlib.blake2b(settings.store.secret.encode(), person=person).digest()
     return (

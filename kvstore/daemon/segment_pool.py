@@ -36,8 +36,8 @@ class SegmentPool:
         self.segment_bytes = segment_bytes
         self.limit = budget_bytes // segment_bytes
         self.made = 0
-        self.making = 0  # of these, not there yet
         self._stopped = False
+        self.making = 0  # of these, not there yet
         self.ready: deque[SegmentMemory] = deque()
         self._make, self._forget = make, forget
         self._next_number = 1
@@ -104,23 +104,23 @@ class SegmentPool:
         segment.memory.close()
         self.made -= 1
 
-    def prepare(self, lock: threading.Condition, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
-        """Reserve memory ahead of its use until `stop`, on a thread that is started. lock: the daemon's, as a
-        condition of which it tells when there is more."""
-        work = partial(self._prepare, lock, wake, all_of_it)
+    def prepare(self, made: threading.Condition, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
+        """Reserve memory ahead of its use until `stop`, on a thread that is started. made: told of it, on the daemon's
+        lock."""
+        work = partial(self._prepare, made, wake, all_of_it)
         thread = threading.Thread(target=work, name="kvstore-segments", daemon=True)
         thread.start()
         return thread
 
-    def _prepare(self, lock: threading.Condition, wake: threading.Event, all_of_it: bool) -> None:
+    def _prepare(self, made: threading.Condition, wake: threading.Event, all_of_it: bool) -> None:
         while not self._stopped:
-            with lock:
+            with made:
                 may = (all_of_it or len(self.ready) < 1) and self.begin_make()
             if may:
                 memory = self.make()
-                with lock:
+                with made:
                     self.finish_make(memory)
-                    lock.notify_all()
+                    made.notify_all()
                 continue
             wake.wait(0.5)
             wake.clear()
