@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING
 from allocator.errors import CapacityError, IntegrityError, KVError
 from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
+from engine_adapter.media import same_tokens
 from engine_adapter.request import Request
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore import HashChain
+    from kvstore.identity import Media
 
 _FAILED_LOADS_LIMIT = 3
 _CHOICE_STREAMS = 16  # of so many that wait the next one is chosen
@@ -94,6 +96,10 @@ class Stream:
     def sequence_id(self) -> str:
         request_id = self.state.request.request_id
         return request_id if self.index == 0 else f"{request_id}#{self.index}"
+
+    @property
+    def media_names(self) -> list[Media]:
+        return [one.name() for one in self.request.media]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -239,10 +245,15 @@ class Scheduler:
 
     def _hit_tokens(self, stream: Stream) -> int:
         """What the cache has of a waiting stream's tokens now. They are hashed once; after a reset that is a miss."""
-        chain = stream.chain
+        chain, request = stream.chain, stream.request
         if chain is None:
-            chain = stream.chain = self._store.prepare(stream.tokens)
-        exact = stream.request.exact
+            identity = request.identity(self._store.identity)
+            try:
+                chain = self._store.prepare(stream.tokens, media=stream.media_names, identity=identity)
+            except KVError:  # admitting it says why
+                return 0
+            stream.chain = chain
+        exact = request.exact
         return self._store.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact).tokens
 
     def _is_held_back(self, stream: Stream) -> bool:
@@ -262,6 +273,8 @@ class Scheduler:
                 exact=stream.request.exact,
                 prompt_tokens=len(stream.request.token_ids),
                 spare_blocks=() if alone else self._spare_blocks(),
+                media=stream.media_names,
+                identity=stream.request.identity(self._store.identity),
             )
         except CapacityError as error:
             if error.permanent or (alone and not error.transient):
@@ -330,9 +343,14 @@ class Scheduler:
         """True when a running prefill will soon have whole blocks that this stream could take instead of computing."""
         block_tokens = self.geometry.block_tokens
         best = 0
+        identity = stream.request.identity(self._store.identity)
         for other in self.running:
-            if other.prefilling and other.request.exact >= stream.request.exact:
-                best = max(best, _common_prefix(other.tokens, stream.tokens[:-1]) // block_tokens * block_tokens)
+            if not other.prefilling or other.request.exact < stream.request.exact:
+                continue
+            if other.request.identity(self._store.identity) == identity:
+                same = same_tokens(other.request.media, stream.request.media)
+                common = _common_prefix(other.tokens[:same], stream.tokens[:-1])
+                best = max(best, common // block_tokens * block_tokens)
         return best > 0 and best > self._hit_tokens(stream)
 
     # Planning

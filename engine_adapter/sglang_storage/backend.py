@@ -142,7 +142,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move_out(keys, KV_POOL, lambda: self._rows(keys, KV_POOL, host_indices), extra_info)
+        before = _page_before(extra_info)
+        return self._move_out(keys, KV_POOL, lambda: self._rows(keys, KV_POOL, host_indices), before)
 
     # v2 --------------------------------------------------------------------------------------------------------------
 
@@ -177,12 +178,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        results = {}
+        results, before = {}, _page_before(extra_info)
         for transfer in transfers:
             keys, name, indices = transfer.keys or [], _name(transfer.name), transfer.host_indices
             rows = self._row_maker(keys, name, indices)
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-            results[transfer.name] = self._move_out(keys, name, rows, None if trailing else extra_info)
+            results[transfer.name] = self._move_out(keys, name, rows, None if trailing else before)
         return results
 
     # pages as tensors of SGLang's own, without interface_v1 -----------------------------------------------------------
@@ -284,16 +285,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         keys: Sequence[str],
         name: str,
         make_rows: Callable[[], list[list[list[ByteRow]]] | None],
-        extra_info: HiCacheStorageExtraInfo | None,
+        before: bytes | None,
     ) -> list[bool]:
+        """before: the hash of the page before the first one, where SGLang has said it."""
         if self._forms[name].is_shared and self._rank.tp_rank:
             return [True] * len(keys)  # rank 0 writes the same bytes
         shelf, began = self._open_shelf(), time.monotonic()
         forms, rows = self._keys(name, shelf.until()) if keys else None, make_rows()
         if forms is None or rows is None:
             return [False] * len(keys)
-        before = (extra_info.prefix_keys if extra_info is not None else None) or ()
-        pages = self._pages(keys, forms, rows, page_hash(before[-1]) if before else None)
+        pages = self._pages(keys, forms, rows, before)
         flags = _whole(shelf.save(pages), len(forms))
         self._measure("backup", pages, flags, began)
         return flags
@@ -340,6 +341,12 @@ def _name(pool: Any) -> str:
     return str(getattr(pool, "value", pool))
 
 
+def _page_before(extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
+    """The hash of the page before the call's first one, where SGLang says it (hicache_storage_pass_prefix_keys)."""
+    keys = extra_info.prefix_keys if extra_info is not None else None
+    return page_hash(keys[-1]) if keys else None
+
+
 def _whole(parts: Sequence[bool], count: int) -> list[bool]:
     """A page is there when all its parts are."""
     return [all(parts[at : at + count]) for at in range(0, len(parts), count)]
@@ -347,7 +354,7 @@ def _whole(parts: Sequence[bool], count: int) -> list[bool]:
 
 def _bytes_of(tensor: torch.Tensor) -> ByteRow:
     """uint8 view of a contiguous CPU tensor."""
-    return tensor.view(torch.uint8).reshape(-1).numpy()  # type: ignore[no-any-return]
+    return tensor.view(torch.uint8).reshape(-1).numpy()
 
 
 def _engine_settings() -> Any:

@@ -33,7 +33,7 @@ def rows_at(pointers: Sequence[int], sizes: Sequence[int]) -> list[ByteRow]:
         return []
     base = min(pointers)
     span = max(pointer + size for pointer, size in zip(pointers, sizes, strict=True)) - base
-    whole = np.frombuffer((ctypes.c_uint8 * span).from_address(base), np.uint8)
+    whole = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(base)), np.uint8)
     return [whole[at - base : at - base + size] for at, size in zip(pointers, sizes, strict=True)]
 
 

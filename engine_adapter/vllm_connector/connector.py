@@ -71,7 +71,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._check_engine(vllm_config)
         scheduler = role is KVConnectorRole.SCHEDULER
         self._is_fp8 = stored_dtype(vllm_config).startswith("float8")
-        self._lookups = LookupClient(transfer.engine_id, self._ranks)
+        deadline = self._settings.store.fetch_deadline_seconds
+        self._lookups = LookupClient(transfer.engine_id, self._ranks, deadline)
         scales = self._scales() if scheduler and self._is_fp8 else ""
         self._geometry = engine_geometry(vllm_config, kv_cache_config, self._settings.block_tokens, scales)
         self._codec = make_codec(self._settings, self._geometry, self._ranks)

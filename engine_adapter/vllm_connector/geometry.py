@@ -1,4 +1,7 @@
-"""From vLLM's config to the geometry of the store: the same that transformers' adapters have, so that they share."""
+"""From vLLM's config to the geometry of the store: the same that transformers' adapters have, so that they share.
+
+All but latents: vLLM keeps their rope part interleaved, transformers in halves.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def engine_geometry(vllm_config: Any, kv_cache_config: Any, block_tokens: int, s
         groups=cache_groups(text),
         block_tokens=block_tokens,
         dtype=stored_dtype(vllm_config),
-        position=position_scheme(text),
+        position=position_scheme(text, latent_rope="interleaved"),
         scale_identity=scales,
     )
     for group in geometry.groups:

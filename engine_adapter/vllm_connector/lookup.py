@@ -22,6 +22,7 @@ from engine_adapter.vllm_connector.book import Found
 _LENGTH = struct.Struct("<I")
 _LIMIT_BYTES = 64 << 20
 _HASH_BYTES = 32
+_RESET_SECONDS = 30.0  # the tiers are emptied, and a remote one lets all hosts notice
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -74,7 +75,7 @@ class LookupClient:
 
     def reset(self, epoch: int) -> int:
         """Begin a new epoch in all tiers; which one. ConnectionError with the reason where one was not reached."""
-        answers = [link.ask(Question(epoch, is_reset=True)) for link in self._links]
+        answers = [link.ask(Question(epoch, is_reset=True), _RESET_SECONDS) for link in self._links]
         problems = [one.problem for one in answers if one.problem]
         if problems:
             raise ConnectionError(problems[0])
@@ -109,11 +110,12 @@ class _Link:
         self._timeout_seconds = timeout_seconds
         self._socket: socket.socket | None = None
 
-    def ask(self, question: Question) -> Answer:
-        """ConnectionError where there is no answer."""
+    def ask(self, question: Question, timeout_seconds: float | None = None) -> Answer:
+        """ConnectionError where there is no answer in time."""
         try:
             if self._socket is None:
                 self._socket = self._connected()
+            self._socket.settimeout(timeout_seconds or self._timeout_seconds)
             _send(self._socket, msgspec.msgpack.encode(question))
             return msgspec.msgpack.decode(_receive(self._socket), type=Answer)
         except (OSError, msgspec.MsgspecError) as error:

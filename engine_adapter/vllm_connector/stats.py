@@ -52,6 +52,6 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             labelnames=[*labelnames, "what"],
         )
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, count in transfer_stats_data.items():
+    def observe(self, counts: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in counts.items():
             self._counts.labels(*self.per_engine_labelvalues[engine_idx], name).inc(count)

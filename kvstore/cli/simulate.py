@@ -44,6 +44,7 @@ _Codec = Annotated[str, typer.Option(help="raw, int4: an int4 device holds more 
 _Hosts = Annotated[str, typer.Option(help="How many, up to 1,000; each has the capacity.")]
 _Routing = Annotated[str, typer.Option(help="random, session, prefix.")]
 _Tiers = Annotated[str | None, typer.Option(help="Room below: host=BLOCKS,remote=BLOCKS; host is each host's.")]
+_TenantPercent = Annotated[float, typer.Option(help="Most of a device for one tenant's blocks, in %; 0: no quota.")]
 _Price = Annotated[str, typer.Option(help="uniform, or cost: what losing a block costs weighs its hits.")]
 _BytesPerToken = Annotated[int, typer.Option(help="Of raw KV, all layers.")]
 _PrefillRate = Annotated[float, typer.Option(help="Tokens a second of a short prompt's prefill.")]
@@ -67,6 +68,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
     hosts: _Hosts = "1",
     routing: _Routing = "random",
     tiers: _Tiers = None,
+    tenant_percent: _TenantPercent = 0.0,
     price: _Price = "uniform",
     bytes_per_token: _BytesPerToken = 131_072,
     prefill_rate: _PrefillRate = 8_000.0,
@@ -104,6 +106,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
                 routing=way,
                 seed=seed,
                 price=price,
+                tenant_percent=tenant_percent,
                 costs=costs,
                 **capacity,
                 **below,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from allocator import BlockPool, EvictionPolicy, ExtentLayout
+from allocator.block_marks import NOBODY, PRIORITY_DEFAULT, steps_of
 from kvstore.simulation.trace import Keys
 
 _SLOT_BYTES = 64  # of a pretended block: only counts matter
@@ -77,6 +78,7 @@ class Host:
         policy: Callable[[int], EvictionPolicy],
         host_blocks: int = 0,
         remote: LowerTier | None = None,
+        quota_blocks: float = 0,
     ) -> None:
         self._own = LowerTier(host_blocks, remote) if host_blocks else None
         self._remote = remote
@@ -85,7 +87,7 @@ class Host:
         on_evict = None if spill is None else lambda group, ids, names, exact, form: spill.put(names)
         self.pool = BlockPool(layout, policy, on_evict)
         self._index = self.pool.index(0)
-        self._policy = self.pool.policies[0]
+        self._quota_bytes = int(quota_blocks * _SLOT_BYTES)
         self.request_count = 0
 
     @property
@@ -97,10 +99,19 @@ class Host:
         """Whether the device has the block."""
         return name in self._index.exact
 
-    def request(self, keys: Keys, names: list[bytes], prices: BlockPrices | None = None) -> tuple[int, int, int]:
+    def request(
+        self,
+        keys: Keys,
+        names: list[bytes],
+        prices: BlockPrices | None = None,
+        *,
+        tenant: int = NOBODY,
+        priority: int = PRIORITY_DEFAULT,
+    ) -> tuple[int, int, int]:
         """One request for these full blocks: how many leading ones came from device, host memory and remote.
 
-        What was missing is computed and kept while there is room beside this request's own blocks.
+        What was missing is computed and kept while there is room, within the tenant's quota, beside this request's own
+        blocks.
         """
         pool = self.pool
         self.request_count += 1
@@ -111,14 +122,25 @@ class Host:
         own, remote = self._below(names[device:])
         wanted = len(names) - device
         if wanted:
-            wanted = min(wanted, pool.available(0))
+            wanted = min(self._within_quota(tenant, device, wanted), pool.available(0))
             fresh = pool.allocate(0, wanted)
             pool.seal_many(fresh, names[device : device + wanted], True)
             ids += fresh.tolist()
-        self._policy.observe(keys, (ids,), None if prices is None else self._priced(names, prices))
+        steps = steps_of(priority)
+        pool.keep(ids[:device], steps, tenant=tenant)
+        pool.keep(ids[device:], steps, tenant=tenant, first_use=True)
+        pool.policies[0].observe(keys, (ids,), None if prices is None else self._priced(names, prices))
         pool.release(ids[::-1])
-        self._policy.settle()
+        pool.policies[0].settle()
         return device, own, remote
+
+    def _within_quota(self, tenant: int, device: int, wanted: int) -> int:
+        """How many blocks more a tenant may have that uses `device` now; its idle ones give way."""
+        if not self._quota_bytes or tenant == NOBODY:
+            return wanted
+        room = self._quota_bytes - (device + wanted) * _SLOT_BYTES
+        self.pool.evict_of(tenant, self.pool.idle_bytes_of(tenant) - max(0, room))
+        return max(0, min(wanted, self._quota_bytes // _SLOT_BYTES - device))
 
     def _priced(self, names: list[bytes], prices: BlockPrices) -> npt.NDArray[np.float64]:
         """What losing each block would cost: a fetch from the nearest tier that has it, else computing it again."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from allocator.block_marks import NOBODY
 from kvstore.simulation.belady import bound_hits
 from kvstore.simulation.hosts import BlockPrices, Host, LowerTier, Router
 from kvstore.simulation.policies import BOUND, POLICIES
@@ -33,6 +36,7 @@ class _Counts:
     spilled: int = 0
     seconds_saved: float = 0.0
     seconds_plain: float = 0.0
+    hits: list[int] = field(default_factory=list)  # by request
 
     def add_time(self, costs: Costs, tokens: int, reused_tokens: int, fetching_seconds: float) -> None:
         """Time to first token of one request, without the cache and with it. The last token is always computed."""
@@ -71,6 +75,7 @@ def replay(trace: Trace, setting: Setting, progress: Callable[[int], None] | Non
         device_hit_ratio=counts.device / presented,
         host_hit_ratio=counts.host / presented,
         remote_hit_ratio=counts.remote / presented,
+        least_tenant_hit_ratio=_least_of_tenants(trace, counts.hits),
         evictions=counts.evictions,
         spilled_bytes=counts.spilled * block_bytes,
         fetched_bytes=(counts.host + counts.remote) * block_bytes,
@@ -85,7 +90,8 @@ def replay(trace: Trace, setting: Setting, progress: Callable[[int], None] | Non
 def _replay(trace: Trace, setting: Setting, fitting: int, progress: Callable[[int], None] | None) -> _Counts:
     remote = LowerTier(setting.remote_blocks, None) if setting.remote_blocks else None
     policy = POLICIES[setting.policy]
-    hosts = [Host(fitting, policy, setting.host_blocks, remote) for _ in range(setting.hosts)]
+    quota = fitting * setting.tenant_percent / 100
+    hosts = [Host(fitting, policy, setting.host_blocks, remote, quota) for _ in range(setting.hosts)]
     router = Router(setting.routing, hosts, setting.seed)
     costs = setting.costs
     block_bytes = trace.block_tokens * costs.bytes_per_token / costs.blocks_per_raw_block(setting.codec)
@@ -96,9 +102,13 @@ def _replay(trace: Trace, setting: Setting, fitting: int, progress: Callable[[in
         prices = BlockPrices(costs.prefill_seconds(0, trace.block_tokens), host_seconds, remote_seconds)
     counts = _Counts()
     input_tokens, sessions = trace.input_tokens.tolist(), trace.sessions.tolist()
+    tenants = trace.tenants.tolist() if setting.tenant_percent else [NOBODY] * len(trace)
+    priorities = trace.priorities.tolist()
     for number, keys, names in each(trace):
         host = hosts[router.choose(sessions[number], keys, names)]
-        device, own, far = host.request(keys, names, prices)
+        whose = {"tenant": tenants[number], "priority": priorities[number]}
+        device, own, far = host.request(keys, names, prices, **whose)
+        counts.hits.append(device + own + far)
         counts.device += device
         counts.host += own
         counts.remote += far
@@ -111,9 +121,15 @@ def _replay(trace: Trace, setting: Setting, fitting: int, progress: Callable[[in
     return counts
 
 
+def _least_of_tenants(trace: Trace, hits: list[int]) -> float:
+    blocks = np.bincount(trace.tenants, np.diff(trace.starts))
+    ratios = np.bincount(trace.tenants, hits) / np.maximum(blocks, 1)
+    return float(ratios[blocks > 0].min(initial=1.0))
+
+
 def _bound(trace: Trace, setting: Setting, fitting: int) -> _Counts:
     hits, evictions = bound_hits(trace, fitting)
-    counts = _Counts(device=sum(hits), evictions=evictions)
+    counts = _Counts(device=sum(hits), evictions=evictions, hits=hits)
     for tokens, count in zip(trace.input_tokens.tolist(), hits, strict=True):
         counts.add_time(setting.costs, tokens, count * trace.block_tokens, 0.0)
     return counts

@@ -242,6 +242,7 @@ def test_other_ranges_with_the_same_heads() -> None:
     ]
     assert coverings((2, 4), 8) == [((0, 8),), ((0, 4),), ((2, 3), (3, 4))]
     assert coverings((0, 1), 1) == []
+    assert coverings((4, 8), 12) == [((0, 12),)]  # the second of three ranks: halves and quarters lie across its range
 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])

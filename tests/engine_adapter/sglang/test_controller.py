@@ -125,13 +125,13 @@ def saved_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written lacks the second half of the last page, and a whole page is read."""
     plain = backend.KVStoreHiCache._move_out
 
-    def move_out(self: Any, keys: Any, name: str, make_rows: Any, extra_info: Any) -> list[bool]:
+    def move_out(self: Any, keys: Any, name: str, make_rows: Any, before: Any) -> list[bool]:
         def halved() -> Any:
             rows = make_rows()
             rows[-1] = [part[: len(part) // 2] for part in rows[-1]]
             return rows
 
-        return plain(self, keys, name, halved, extra_info)
+        return plain(self, keys, name, halved, before)
 
     monkeypatch.setattr(backend.KVStoreHiCache, "_move_out", move_out)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from allocator import ConfigError
 from kvstore.daemon import Daemon
@@ -152,6 +153,17 @@ def test_clear_empties_what_all_share(tmp_path: Path) -> None:
         assert other.batch_exists(chain(3)) == 0
         assert all(other.batch_set_v1(chain(3), indices([0, 1, 2])))
         daemon_kit.until(lambda: one.batch_exists(chain(3)) == 3, 60)  # it has just been told that they are gone
+
+
+def test_a_pages_parent_is_known_across_calls_where_sglang_says_it(disk: dict[str, Any]) -> None:
+    """So that eviction takes the ends of prompts first."""
+    keys = chain(4)
+    with storage(fill(mha_pool()), disk) as made:
+        (tier,) = made._shelf.below.tiers
+        assert all(made.batch_set_v1(keys[2:], indices([2, 3]), HiCacheStorageExtraInfo(prefix_keys=keys[:2])))
+        assert tier.orphan_count == 1
+        assert all(made.batch_set_v1(keys[:2], indices([0, 1]), HiCacheStorageExtraInfo(prefix_keys=[])))
+        assert tier.orphan_count == 0
 
 
 def test_metrics_are_sglangs_own_and_each_is_told_once(disk: dict[str, Any]) -> None:

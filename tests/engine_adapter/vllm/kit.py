@@ -85,7 +85,7 @@ class Engine:
             "kv_connector_module_path": "engine_adapter.vllm_connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": tiers,
+            "kv_connector_extra_config": {"fetch_deadline_seconds": 60, **tiers},  # busy machines are slow
         }
         given = {
             "dtype": "float32",
