@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[FdStore]:
 def filled(store: FdStore, config: DaemonSettings) -> None:
     """A daemon that held KEYS, stopped."""
     daemon = store.daemon(config)
-    tier = DaemonTier(config.socket_path)
+    tier = DaemonTier(config.socket_path, timeout_seconds=10)
     assert put(tier, KEYS) == [OK] * len(KEYS)
     tier.close()
     daemon.stop()
@@ -60,8 +60,8 @@ def written(store: FdStore, name: str, at: int, change: bytes) -> None:
 def test_copies_are_there_again_after_a_graceful_restart_and_room_is_found_anew(store: FdStore, tmp_path: Path) -> None:
     config = settings(tmp_path, segment_bytes=256 << 10, quotas={"small": 64 << 10})
     first = store.daemon(config)
-    tier = DaemonTier(config.socket_path)
-    small = DaemonTier(config.socket_path, tenant="small")
+    tier = DaemonTier(config.socket_path, timeout_seconds=10)
+    small = DaemonTier(config.socket_path, tenant="small", timeout_seconds=10)
     assert put(tier, KEYS) == [OK] * 40
     own = [key_of(500 + n) for n in range(4)]
     assert put(small, own) == [OK] * 4
@@ -91,7 +91,7 @@ def test_copies_are_there_again_after_a_graceful_restart_and_room_is_found_anew(
 def test_kill_9_leaves_every_published_copy_to_the_next_daemon(store: FdStore, tmp_path: Path) -> None:
     arguments = ("--host-bytes", "4 MiB")
     server = StoredProcess(store, tmp_path / "d.sock", *arguments)
-    tier = DaemonTier(str(tmp_path / "d.sock"))
+    tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=10)
     assert put(tier, KEYS) == [OK] * 40
     server.kill()
     assert get(tier, KEYS) == [MISS] * 40
@@ -110,7 +110,7 @@ def child_of(pid: int) -> int:
 
 def test_the_keeper_starts_a_killed_daemon_again_with_its_memory(tmp_path: Path) -> None:
     keeper = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB", "--keeper")
-    tier = DaemonTier(str(tmp_path / "d.sock"))
+    tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=10)
     assert put(tier, KEYS) == [OK] * 40
     for number in (signal.SIGKILL, signal.SIGTERM):
         restarts = tier.counters().get("daemon_restarts", 0)
@@ -157,7 +157,7 @@ def test_what_was_being_written_is_never_found_and_its_segment_waits_for_its_wri
     report = taken_over(second)
     assert (report["copies"], report["dropped"]) == (0, {"frame": 1})
     assert second.stats()["leases"]["quarantined_clients"] == 1
-    tier = DaemonTier(config.socket_path)
+    tier = DaemonTier(config.socket_path, timeout_seconds=10)
     assert tier.contains([key_of(1), key_of(2)]) == [False, False]
     many = [key_of(100 + n) for n in range(100)]
     assert put(tier, many).count(OK) > 0
@@ -177,7 +177,7 @@ def test_the_segment_of_a_writer_that_died_meanwhile_is_nobodys(store: FdStore, 
     config = settings(tmp_path)
     first = store.daemon(config)
     script = (
-        "import sys; from tests.kvstore.daemon.kit import *; t = DaemonTier(sys.argv[1])\n"
+        "import sys; from tests.kvstore.daemon.kit import *; t = DaemonTier(sys.argv[1], timeout_seconds=10)\n"
         "print(put(t, [key_of(n) for n in range(40)]).count(0), flush=True); sys.stdin.read()"
     )
     client = subprocess.Popen(
@@ -192,7 +192,7 @@ def test_the_segment_of_a_writer_that_died_meanwhile_is_nobodys(store: FdStore, 
     second = store.daemon(config)
     assert taken_over(second)["copies"] == 40
     assert second.stats()["leases"]["quarantined_clients"] == 0
-    tier = DaemonTier(config.socket_path)
+    tier = DaemonTier(config.socket_path, timeout_seconds=10)
     assert get(tier, KEYS) == [OK] * 40
     tier.close()
     checked_stop(second)
@@ -221,7 +221,7 @@ def test_memory_that_changed_meanwhile_is_a_miss(store: FdStore, tmp_path: Path)
     second = store.daemon(config)
     assert taken_over(second)["copies"] == 39
     assert taken_over(second)["dropped"] == {"frame": 1}
-    tier = DaemonTier(config.socket_path)
+    tier = DaemonTier(config.socket_path, timeout_seconds=10)
     results = get(tier, KEYS)
     assert sorted((results.count(OK), results.count(MISS), results.count(CORRUPT))) == [1, 1, 38]
     until(lambda: second.stats()["counts"].get("corrupt_payload_checksum") == 1)
@@ -267,7 +267,7 @@ def test_whatever_happens_to_the_ledger_nothing_wrong_is_served(store: FdStore, 
             page = rng.choice(pages)
             written(store, LEDGER_NAME, page + rng.randrange(size), rng.randbytes(rng.choice((1, 8, 200))))
         second = store.daemon(config)
-        tier = DaemonTier(config.socket_path)
+        tier = DaemonTier(config.socket_path, timeout_seconds=10)
         lost += 40 - get(tier, KEYS).count(OK)  # wrong bytes would fail there
         tier.delete(KEYS)
         tier.close()
@@ -301,7 +301,7 @@ def test_what_is_not_ours_is_dropped_as_a_whole(
     second = store.daemon(other)
     report = taken_over(second)
     assert (report["refused"], report["copies"], report["segments"]) == (expected, 0, 0)
-    tier = DaemonTier(config.socket_path)
+    tier = DaemonTier(config.socket_path, timeout_seconds=10)
     assert tier.contains(KEYS) == [False] * 40
     assert put(tier, KEYS) == [OK] * 40
     tier.close()

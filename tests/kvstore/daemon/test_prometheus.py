@@ -78,7 +78,7 @@ def test_a_prometheus_scrapes_a_daemon_and_answers_every_query_of_ours(tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with served(tmp_path, disk_path=str(tmp_path / "disk"), disk_bytes=16 << 20) as (daemon, web):
-        tier = DaemonTier(daemon.settings.socket_path)
+        tier = DaemonTier(daemon.settings.socket_path, timeout_seconds=10)
         keys = [key_of(n) for n in range(8)]
         put(tier, keys)
         tier.leading_run(keys[0], [key.hash for key in keys])

@@ -76,7 +76,7 @@ def test_they_hang_up_when_a_process_is_killed_whose_sockets_another_holds() -> 
 @pytest.mark.faults
 def test_clients_hear_of_a_death_before_its_memory_is_gone(tmp_path: Path) -> None:
     server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "2 GiB", environ={"KVSTORE_HOST_PREFAULT": "true"})
-    tier = DaemonTier(str(tmp_path / "d.sock"))
+    tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=10)
     put(tier, [key_of(1)])
     statm = Path(f"/proc/{server.process.pid}/statm")
     until(lambda: int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") > 2 << 30, 60, "memory is reserved")

@@ -69,7 +69,7 @@ class Terminal:
 
 def test_top_lives_through_new_figures_a_new_size_and_a_dead_daemon(tmp_path: Path) -> None:
     with served(tmp_path) as (daemon, web):
-        tier = DaemonTier(daemon.settings.socket_path)
+        tier = DaemonTier(daemon.settings.socket_path, timeout_seconds=10)
         terminal = Terminal("top", "--url", web.url, "--seconds", "0.2")
         port = web.url.rpartition(":")[2].strip("/")
         try:
