@@ -230,6 +230,17 @@ def test_memory_that_changed_meanwhile_is_a_miss(store: FdStore, tmp_path: Path)
     checked_stop(second)
 
 
+def test_a_row_that_was_being_written_is_none(store: FdStore, tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    filled(store, config)
+    rows_at = ledger._places(*ledger._limits(config))[3]
+    written(store, LEDGER_NAME, rows_at + 104 + 60, b"\x10")  # in the hash of the second one
+    second = store.daemon(config)
+    assert taken_over(second)["dropped"] == {"torn_row": 1}
+    assert taken_over(second)["copies"] == 39
+    checked_stop(second)
+
+
 def _start(store: FdStore, name: str) -> bytes:
     return os.pread(store.kept[name][0], 64, 0)
 
