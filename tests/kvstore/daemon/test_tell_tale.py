@@ -77,8 +77,11 @@ def test_clients_hear_of_a_death_before_its_memory_is_gone(tmp_path: Path) -> No
     server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "2 GiB", environ={"KVSTORE_HOST_PREFAULT": "true"})
     tier = tier_at(str(tmp_path / "d.sock"))
     put(tier, [key_of(1)])
-    statm = Path(f"/proc/{server.process.pid}/statm")
-    until(lambda: int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") > 2 << 30, 60, "memory is reserved")
+    reserved = Path(f"/proc/{server.process.pid}/status")
+    until(
+        lambda: int(next(x for x in reserved.read_text().splitlines() if x.startswith("VmSize")).split()[1]) > 2 << 20,
+        60,
+    )
     time.sleep(0.5)
     began = time.monotonic()
     os.kill(server.process.pid, signal.SIGKILL)
