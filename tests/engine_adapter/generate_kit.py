@@ -61,19 +61,15 @@ def ways(family: str) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
     }
 
 
-PAGED_IN_FULL = ("gemma3", "gpt_oss", "deepseek_v3")
-"""Families that go all ways with the paged function in the usual run: hybrid, sinks, latents."""
+IN_FULL = {False: (*SLIDING, "llama", "deepseek_v3", "gemma3n"), True: ("gemma3", "deepseek_v3")}
+"""By paged or not, the families that go all ways in the usual run; the others differ from llama in numbers of heads, or
+were shown in the other mode."""
 
 
 def usual_ways(family: str, paged: bool) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
-    """How rows come about is the same code for all families; what paged attention reads is shown by these two."""
-    every = ways(family)
-    if not paged:
-        return every
-    kept = (
-        ("greedy", "beams", "assisted", "padded", "padded chunks") if family in PAGED_IN_FULL else ("greedy", "padded")
-    )
-    return {name: way for name, way in every.items() if name in kept}
+    """How rows come about is the same code for all families; what attention reads is shown by greedy and padded."""
+    kept = {"greedy", "padded", *(("beams", "assisted", "padded chunks") if family in IN_FULL[paged] else ())}
+    return {name: way for name, way in ways(family).items() if name in kept or (not paged and family == "gemma3")}
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> list[list[int]]:
