@@ -14,9 +14,12 @@ import numpy as np
 from kvstore.relocation import is_promotion
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from allocator import BlockPool
+    from allocator.eviction import Prices
     from kvstore.sequence import Sequence
 
 NOTES_PER_STEP = 8
@@ -29,6 +32,8 @@ class ReuseNotes:
         self._pool = pool
         self._block_tokens = block_tokens
         self._is_learning = is_learning
+        self.price_of: Callable[[list[bytes]], Prices] | None = None
+        """What losing each of a sequence's blocks would cost; None: all the same."""
         self._notes: deque[tuple[list[bytes], list[npt.NDArray[np.int32]]]] = deque(maxlen=_NOTES_MAX)
 
     def note(self, sequence: Sequence) -> None:
@@ -47,7 +52,7 @@ class ReuseNotes:
         for _ in range(min(NOTES_PER_STEP, len(notes))):
             hashes, tables = notes.popleft()
             keys = np.frombuffer(b"".join(hashes), dtype="<u8")[::_KEY_WORDS]
-            policies[0].observe(keys, tables)
+            policies[0].observe(keys, tables, None if self.price_of is None else self.price_of(hashes))
         if not notes:
             for policy in policies:
                 policy.settle()

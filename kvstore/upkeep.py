@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.config import KVStoreConfig
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.mover import Mover
     from kvstore.residency import Residency
     from kvstore.reuse_notes import ReuseNotes
