@@ -27,7 +27,8 @@ _COLUMNS = (
     "moved GB", "TTFT", "saved h", "saved $", "tiers $",
 )  # fmt: skip
 _TIER_COLUMNS = (
-    "policy", "blocks", "codec", "hosts", "tier", "GB", "hits", "written GB", "read GB", "evictions", "saved h", "cost $",
+    "policy", "blocks", "codec", "hosts", "tier", "GB", "hits", "written GB", "read GB", "evictions", "saved h",
+    "cost $",
 )  # fmt: skip
 _TIER_SIZE = re.compile(r"(host|remote)=([0-9]+)(?:@(.+))?")
 
@@ -254,7 +255,7 @@ def _tiers(text: str | None) -> tuple[dict[str, int], dict[str, Any]]:
     for word in _words(text) if text is not None else []:
         parts = _TIER_SIZE.fullmatch(word)
         if parts is None:
-            raise ConfigError(f"--tiers: got {word!r}; expected host=BLOCKS or host=BLOCKS@20GB, and the same of remote")
+            raise ConfigError(f"--tiers: got {word!r}; expected host=BLOCKS or host=BLOCKS@20GB, or remote=...")
         found[f"{parts[1]}_blocks"] = int(parts[2])
         if parts[3] is not None:
             speeds[f"{parts[1]}_bytes_per_second"] = float(size_bytes(f"bandwidth of tier {parts[1]}", parts[3]))

@@ -1,5 +1,5 @@
-"""The page of a simulation: hit ratio against capacity, a line a policy, with Belady's bound; what each tier brought and
-took; and all rows as a table.
+"""The page of a simulation: hit ratio against capacity, a line a policy, with Belady's bound; what each tier brought
+and took; and all rows as a table.
 
 One HTML file with its drawing inside, no script, nothing linked; colours follow the reader's light or dark setting, and
 lines are named at their ends, since colour alone does not reach everybody. Pure functions; all text is escaped here.

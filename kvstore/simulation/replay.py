@@ -4,7 +4,8 @@
 
 The clock is the trace's; requests are handled one after the other. Of all blocks that requests present (a partly
 filled last one included), those in the leading run of resident blocks are hits. Deterministic: a seed and a trace give
-one row. Without tiers below, a host is the block pool alone; with them it is a whole store (`kvstore.simulation.stores`).
+one row. Without tiers below, a host is the block pool alone; with them it is a whole store
+(`kvstore.simulation.stores`).
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ def _replay_stores(trace: Trace, setting: Setting, counts: Counts, fitting: int,
     from kvstore.simulation.stores import StoreHost, remote_room  # a whole store: only where one is asked for
 
     room = remote_room(setting, trace.block_tokens)
-    policy = POLICIES[setting.policy]
-    hosts = [StoreHost(setting, fitting, trace.block_tokens, policy, room) for _ in range(setting.hosts)]
+    hosts = [StoreHost(setting, fitting, trace.block_tokens, room) for _ in range(setting.hosts)]
     router = Router(setting.routing, hosts, setting.seed)
     input_tokens, sessions, seconds = trace.input_tokens.tolist(), trace.sessions.tolist(), trace.seconds.tolist()
     for number, keys, names in each(trace):

@@ -26,7 +26,7 @@ class Costs:
     attention_tokens: float = 60_000.0  # context at which attending costs as much as all the rest
     host_bytes_per_second: float = 20e9
     remote_bytes_per_second: float = 2e9
-    step_seconds: float = 0.02  # one forward pass of a busy engine: how often a store with tiers is stepped
+    step_seconds: float = 0.1  # a forward pass with a piece of a prompt in it: how often a store with tiers is stepped
     gpu_dollars_per_hour: float = 2.5
     host_dollars_per_gib_hour: float = 0.005
     remote_dollars_per_gib_hour: float = 0.017
@@ -100,7 +100,6 @@ class Setting:
             raise ConfigError(f"fetch deadline: got {self.fetch_deadline_seconds}; expected seconds in (0, 3600]")
         if self.policy == BOUND and (self.hosts > 1 or self.has_tiers):
             raise ConfigError("policy belady is the bound of one device: expected 1 host and no tiers below")
-
 
     @property
     def has_tiers(self) -> bool:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from allocator import CacheGroup, CapacityError, GroupKind, KVGeometry
+from allocator.extents import SLOT_ALIGNMENT_BYTES
 from kvstore.config import KVStoreConfig
 from kvstore.identity import HashChain, Identity
+from kvstore.simulation.policies import POLICIES
 from kvstore.simulation.tiers import Link, RemoteRoom, SimulatedHostTier, SimulatedRemoteTier
 from kvstore.store import KVStore
 
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
     from allocator import EvictionPolicy
     from kvstore.simulation.setting import Costs, Setting
     from kvstore.simulation.trace import Keys
+    from kvstore.tier import Tier
 
 _NAME_WORDS = 4  # a block hash is four times as long as a trace's key
 _KEY_BYTES = 8
-TIERS = ("device", "host", "remote")
 
 
 class Served(NamedTuple):
-    """What one request got: blocks by tier (in the order of TIERS) and the time that fetching took."""
+    """What one request got: blocks by tier and the time that fetching took."""
 
     device: int
     host: int
@@ -59,20 +61,18 @@ class TraceChain(HashChain):
 
 
 class SimulatedStore(KVStore):
-    """A store over counted blocks. `policy`: of its device."""
+    """A store over counted blocks. `policy`: of its device; None: as its settings say."""
 
     def __init__(
         self,
         geometry: KVGeometry,
         config: KVStoreConfig,
-        tiers: Sequence[SimulatedHostTier],
-        policy: Callable[[int], EvictionPolicy],
+        tiers: Sequence[Tier],
+        policy: Callable[[int], EvictionPolicy] | None,
         clock: Callable[[], float],
     ) -> None:
         self._eviction = policy
-        identity = Identity(model="trace", weights="none", geometry=geometry)
-        super().__init__(geometry, identity, config, device="absent", tiers=list(tiers), clock=clock)
-        self.root = identity.root()
+        super().__init__(geometry, identity_of(geometry), config, device="absent", tiers=list(tiers), clock=clock)
 
     def price_losses(self, price_of: Callable[[list[bytes]], npt.NDArray[np.float64]]) -> None:
         """Have the device's policy weigh hits by what losing them would cost."""
@@ -82,12 +82,13 @@ class SimulatedStore(KVStore):
 class StoreHost:
     """One store, its tiers and its clock."""
 
+    _TIERS = ("device", "host", "remote")
+
     def __init__(
         self,
         setting: Setting,
         capacity_blocks: int,
         block_tokens: int,
-        policy: Callable[[int], EvictionPolicy],
         remote: RemoteRoom | None,
     ) -> None:
         costs = setting.costs
@@ -98,16 +99,10 @@ class StoreHost:
         self._deadline_seconds = setting.fetch_deadline_seconds
         geometry = geometry_of(block_tokens, costs, setting.codec)
         self.block_bytes = geometry.full_slot_bytes(0)
-        self.tiers: list[SimulatedHostTier] = []
-        if setting.host_blocks:
-            link = Link(self._clock, costs.host_bytes_per_second)
-            room = setting.host_blocks * _aligned(self.block_bytes)
-            self.tiers.append(SimulatedHostTier(room, link, slot_bytes=self.block_bytes))
-        if remote is not None:
-            link = Link(self._clock, costs.remote_bytes_per_second)
-            self.tiers.append(SimulatedRemoteTier(remote, link, slot_bytes=self.block_bytes))
+        self.links: list[Link] = []
+        self.tiers = self._make_tiers(setting, remote)
         config = KVStoreConfig(
-            device_bytes=(capacity_blocks + 1) * _aligned(self.block_bytes),  # one for the token that is computed
+            device_bytes=(capacity_blocks + 1) * aligned(self.block_bytes),  # one for the token that is computed
             codec="raw",
             io_threads="inline",
             eviction_policy="lru" if setting.policy == "lru" else "learned",
@@ -115,10 +110,32 @@ class StoreHost:
             fetch_deadline_seconds=setting.fetch_deadline_seconds,
             prefill_tokens_per_second=min(1e12, costs.prefill_tokens_per_second),
         )
-        self.store = SimulatedStore(geometry, config, self.tiers, policy, self._clock)
-        if setting.price == "cost":
-            self.store.price_losses(self._prices)
+        self.store = self._make_store(geometry, config, setting)
+        self._root = self.store.identity.root()
         self._index = self.store.pool.index(0)
+
+    def _make_tiers(self, setting: Setting, remote: RemoteRoom | None) -> list[Tier]:
+        costs = setting.costs
+        tiers: list[Tier] = []
+        if setting.host_blocks:
+            room = setting.host_blocks * aligned(self.block_bytes)
+            link = self._link(costs.host_bytes_per_second)
+            tiers.append(SimulatedHostTier(room, link, slot_bytes=self.block_bytes))
+        if remote is not None:
+            link = self._link(costs.remote_bytes_per_second)
+            tiers.append(SimulatedRemoteTier(remote, link, slot_bytes=self.block_bytes))
+        return tiers
+
+    def _make_store(self, geometry: KVGeometry, config: KVStoreConfig, setting: Setting) -> KVStore:
+        rival = None if setting.policy in ("lru", "default") else POLICIES[setting.policy]
+        store = SimulatedStore(geometry, config, self.tiers, rival, self._clock)
+        if setting.price == "cost":
+            store.price_losses(self._prices)
+        return store
+
+    def _link(self, bytes_per_second: float) -> Link:
+        self.links.append(Link(self._clock, bytes_per_second))
+        return self.links[-1]
 
     def _clock(self) -> float:
         return self.now
@@ -132,7 +149,7 @@ class StoreHost:
         self.request_count += 1
         self._pass_time(seconds - self.now, least_steps=1)
         store, number = self.store, str(self.request_count)
-        chain = TraceChain(store.root, store.geometry.block_tokens, _names(keys[: self._capacity_blocks]))
+        chain = TraceChain(self._root, store.geometry.block_tokens, _names(keys[: self._capacity_blocks]))
         before = self._hit_tokens()
         began = self.now
         self._until_room(lambda: store.admit(number, chain))
@@ -151,7 +168,9 @@ class StoreHost:
         store.prefill_done(number)
         store.finish(number)
         after = self._hit_tokens()
-        device, host, remote = ((now - old) // store.geometry.block_tokens for now, old in zip(after, before, strict=True))
+        device, host, remote = (
+            (now - old) // store.geometry.block_tokens for now, old in zip(after, before, strict=True)
+        )
         return Served(device, host, remote, fetching_seconds)
 
     def finish(self) -> None:
@@ -165,7 +184,7 @@ class StoreHost:
 
     def _hit_tokens(self) -> list[int]:
         get = self.store.metrics.get
-        return [int(get("hit_tokens", tier=tier)) for tier in TIERS]
+        return [int(get("hit_tokens", tier=tier)) for tier in self._TIERS]
 
     def _until_room(self, act: Callable[[], object]) -> None:
         """Do it, once transfers that hold the memory it needs have ended."""
@@ -182,7 +201,7 @@ class StoreHost:
 
     def _wait_for_a_transfer(self, latest: float) -> None:
         """Time passes until something has moved, but not beyond `latest` by more than a moment."""
-        ends = [end for tier in self.tiers if (end := tier.link.next_end_seconds) is not None]
+        ends = [end for link in self.links if (end := link.next_end_seconds) is not None]
         self.now = max(self.now, min([latest + 1e-6, *ends]))
         self._run_links()
 
@@ -199,11 +218,11 @@ class StoreHost:
         self._run_links()
 
     def _is_moving(self) -> bool:
-        return any(tier.link.next_end_seconds is not None for tier in self.tiers)
+        return any(link.next_end_seconds is not None for link in self.links)
 
     def _run_links(self) -> None:
-        for tier in self.tiers:
-            tier.link.run_due()
+        for link in self.links:
+            link.run_due()
 
     def _prices(self, hashes: list[bytes]) -> npt.NDArray[np.float64]:
         """What losing each block would cost: a fetch from the nearest tier that has it, else computing it again."""
@@ -211,10 +230,15 @@ class StoreHost:
         prices = np.full(len(hashes), costs.prefill_seconds(0, store.geometry.block_tokens))
         speeds = {"host": costs.host_bytes_per_second, "remote": costs.remote_bytes_per_second}
         for tier in self.tiers[::-1]:
-            keys = store._parts.residency.copy_key(store.root, 0, hashes[0], 0, True).with_hashes(hashes)
+            keys = store._parts.residency.copy_key(self._root, 0, hashes[0], 0, True).with_hashes(hashes)
             held = np.array(tier.contains(keys))
             prices[held] = np.minimum(prices[held], self.block_bytes / speeds[tier.name])
         return prices
+
+
+def identity_of(geometry: KVGeometry) -> Identity:
+    """Whose blocks they are: it only has to be the same for all hosts."""
+    return Identity(model="trace", weights="none", geometry=geometry)
 
 
 def geometry_of(block_tokens: int, costs: Costs, codec: str) -> KVGeometry:
@@ -229,11 +253,12 @@ def remote_room(setting: Setting, block_tokens: int) -> RemoteRoom | None:
     if not setting.remote_blocks:
         return None
     block_bytes = geometry_of(block_tokens, setting.costs, setting.codec).full_slot_bytes(0)
-    return RemoteRoom(setting.remote_blocks * _aligned(block_bytes), block_bytes)
+    return RemoteRoom(setting.remote_blocks * aligned(block_bytes), block_bytes)
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // 64) * 64
+def aligned(size_bytes: int) -> int:
+    """Bytes of a slot for so many."""
+    return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 def _names(keys: Keys) -> list[bytes]:
