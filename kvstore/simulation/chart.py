@@ -27,6 +27,7 @@ _STYLE = """
 .bound { stroke-dasharray: 5 4; }
 """
 _KINDS = {"device": "full", "host": "host", "remote": "work"}
+_HEADINGS = ("Settings", "Tiers")
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -42,7 +43,7 @@ def page(rows: Sequence[Row], tables: Sequence[Table]) -> str:
 resident{_where(rows)}, by device capacity in percent of the unique blocks.{_told_of_the_bound(rows)}</p>
 <div class="scroll">{_drawing(rows)}</div>
 {pictures}
-{"".join(_table(columns, cells) for columns, cells in tables)}
+{"".join(f"<h2>{name}</h2>{_table(*table)}" for name, table in zip(_HEADINGS, tables, strict=False))}
 </main></body></html>
 """
 
@@ -68,7 +69,7 @@ def _tier_pictures(rows: Sequence[Row]) -> str:
     amounts: tuple[tuple[str, Callable[[TierRow], float], Callable[[float], str]], ...] = (
         ("Hits, by tier", lambda one: one.block_hit_ratio, lambda total: f"{total:.1%}"),
         ("Moved to and from tiers", lambda one: one.written_bytes + one.read_bytes, lambda n: f"{n / 1e9:,.1f} GB"),
-        ("Prefill saved, by tier", lambda one: max(0.0, one.seconds_saved), lambda n: f"{n / 3600:,.2f} h"),
+        ("Prefill saved, by tier", lambda one: max(0.0, one.seconds_saved), _hours),
         ("Cost of the tiers' memory", lambda one: 0.0 if one.tier == "device" else one.dollars, lambda n: f"${n:,.2f}"),
     )
     cards = []
@@ -78,9 +79,14 @@ def _tier_pictures(rows: Sequence[Row]) -> str:
             parts = [Part(one.tier, _KINDS[one.tier], amount(one)) for one in row.tiers]
             name = f"{_name(row, rows)}, {row.capacity_percent:.3g} %"
             bars.append(Bar(name, parts, text(sum(part.value for part in parts))))
-        kinds = [(tier, kind) for tier, kind in _KINDS.items() if any(one.tier == tier for one in rows[0].tiers)]
+        shown = {part.name for bar in bars for part in bar.parts if part.value}
+        kinds = [(tier, kind) for tier, kind in _KINDS.items() if tier in shown]
         cards.append(f"<figure class='card'><h3>{title}</h3>{bar_chart(bars)}{legend(kinds)}</figure>")
     return f"<div class='grid'>{''.join(cards)}</div>"
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.2f} h" if seconds >= 360 else f"{seconds:,.1f} s"
 
 
 def _drawing(rows: Sequence[Row]) -> str:
