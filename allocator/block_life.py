@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from allocator.block_marks import PRIORITY_DEFAULT, BlockMarks
 from allocator.block_state import (
     FENCED,
     FREE,
@@ -39,6 +40,7 @@ IdBatch: TypeAlias = "Sequence[int] | Ids"
 OnEvict: TypeAlias = Callable[[int, list[int], list[bytes], list[bool], int], None]
 SMALL_BATCH = 32
 _BATCH_MAX = 4096
+_FIRST_TICK = 1 << 20  # ages may be set back by a few
 
 
 class BlockLife:
@@ -73,7 +75,8 @@ class BlockLife:
         self.fenced_counts = [0] * layout.class_count
         self.changing: dict[int, int] = {}  # cooling or moving block -> target id
         self.targets: set[int] = set()
-        self.tick = 0
+        self.tick = _FIRST_TICK
+        self.marks: BlockMarks | None = None  # None: no block ever had another priority than the usual one
         self.evicted_count = 0
         self.converted_extents_count = 0
         self._life = ledger.life
@@ -208,6 +211,18 @@ class BlockLife:
         victims = self.policies[class_index].victims(count, usable)
         self._drop_idle(class_index, np.asarray(victims, dtype=np.intp))
         return len(victims)
+
+    def unwanted_idle_count(self, class_index: int) -> int:
+        """Idle blocks of a class that are not held and not above the usual priority."""
+        count = self.idle_counts[class_index] - self.held_idle_counts[class_index]
+        return min(count, self.policies[class_index].count_up_to(PRIORITY_DEFAULT))
+
+    def wanted_mask(self, ids: Ids | Places) -> npt.NDArray[np.bool_]:
+        """Which of the blocks have a higher priority than the usual one: bool[len(ids)]."""
+        marks = self.marks
+        if marks is None:
+            return np.zeros(len(ids), dtype=bool)
+        return np.array([marks.step(block_id)[0] > PRIORITY_DEFAULT for block_id in ids.tolist()], dtype=bool)
 
     def idle_mask(self, ids: Ids | Places) -> npt.NDArray[np.bool_]:
         """Which of the blocks are idle and not held: bool[len(ids)]."""

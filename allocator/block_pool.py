@@ -9,6 +9,7 @@ take batches. The class is put together from rooms, each with its invariants at 
     extent_ledger   ids, slots, free lists, extents         block_life   states, references, eviction
     block_holds     pins, transfers, exact readers          cooling      full -> INT4
     compaction      moving scattered slots together         reclaim      where room comes from
+    priorities      what is evicted later, and quotas
     this file       names (seal, adopt, match), entries, counts
 """
 
@@ -35,7 +36,6 @@ from allocator.block_state import (
     UNINDEXED,
     BlockState,
 )
-from allocator.compaction import Compaction
 from allocator.errors import UsageError
 from allocator.eviction import LRU, EvictionPolicy, Usable
 from allocator.extent_ledger import Ids
@@ -43,13 +43,14 @@ from allocator.extents import FULL, ExtentLayout
 from allocator.invariants import check_pool
 from allocator.pool_usage import ClassUsage, PoolUsage
 from allocator.prefix_index import PrefixIndex
+from allocator.priorities import Priorities
 from allocator.reclaim import restore_spare
 
 if TYPE_CHECKING:
     from allocator.block_table import BlockTable
 
 
-class BlockPool(Compaction):
+class BlockPool(Priorities):
     """Blocks of all groups and forms over one span of device bytes.
 
     layout     how the span is cut

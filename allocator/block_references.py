@@ -145,7 +145,7 @@ class BlockReferences(BlockLife):
     def _eviction_is_next(self, index: int) -> bool:
         """Whether `make_room` would find nothing before its third step, eviction inside the class."""
         ledger = self.ledger
-        if len(ledger.unassigned) > self.layout.spare_count:
+        if len(ledger.unassigned) > self.layout.spare_count or self.marks is not None:
             return False
         return ledger.only_class == index or not ledger.may_have_empty(index)
 

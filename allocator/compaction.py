@@ -43,7 +43,7 @@ class Compaction(Cooling):
         of other extents of its class. Its idle blocks are not moved: they go when the extent changes class.
         """
         wanted = self._class_index(group, form)
-        best: tuple[int, int, int] | None = None
+        best: tuple[bool, int, int, int] | None = None
         for index in range(self.layout.class_count):
             per_extent = self.layout.per_extent[index]
             if index == wanted or not per_extent or self.ledger.extents_in_use[index] < 2:
@@ -52,12 +52,13 @@ class Compaction(Cooling):
             room = self._free[index].count - census.free
             for place in np.flatnonzero((census.busy > 0) & (census.busy <= room)).tolist():
                 extent = int(census.extents[place])
-                words = self._life[self.ledger.slot_owners(extent)]
-                if bool((words & HELD).any()):
+                owners = self.ledger.slot_owners(extent)
+                if bool((self._life[owners] & HELD).any()):
                     continue
-                candidate = (int(census.busy[place]), int(census.idle[place]), extent)
+                is_wanted = bool(self.wanted_mask(owners[self.idle_mask(owners)]).any())
+                candidate = (is_wanted, int(census.busy[place]), int(census.idle[place]), extent)
                 best = candidate if best is None else min(best, candidate)
-        return [] if best is None else self._plan_moves(best[2])
+        return [] if best is None else self._plan_moves(best[3])
 
     def _plan_moves(self, extent: int) -> list[Move]:
         index = int(self.ledger.extent_class[extent])

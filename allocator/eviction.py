@@ -61,6 +61,14 @@ class EvictionPolicy(ABC):
     def since(self, block_id: int) -> int:
         """Tick of the release that made the block idle."""
 
+    @abstractmethod
+    def beside(self) -> EvictionPolicy:
+        """An empty policy of this kind, for blocks of another priority; what was learned is shared."""
+
+    def count_up_to(self, priority: int) -> int:
+        """Idle blocks of at most that priority; a policy alone knows of none above the usual one."""
+        return len(self)
+
     def observe(  # noqa: B027 - most need nothing
         self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None
     ) -> None:
@@ -104,6 +112,9 @@ class LRU(EvictionPolicy):
 
     def __len__(self) -> int:
         return self._count
+
+    def beside(self) -> EvictionPolicy:
+        return LRU(len(self._stamp) - 1)
 
     def since(self, block_id: int) -> int:
         self._stamp_all()

@@ -155,6 +155,9 @@ class Learned(LRU):
         """Whether it acts as LRU now."""
         return self._by_recency
 
+    def beside(self) -> Learned:
+        return Learned(len(self._stamp) - 1, self._reuse)
+
     def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
         self._reuse.observe(keys, tables, prices)
 

@@ -1,8 +1,8 @@
 """What is learned about reuse: how likely a block comes back, at which age, and how long to keep which class for it.
 
 Used by `allocator.eviction_learned` alone, under the pool's lock. Bounded memory, no random numbers. A request costs
-a few numpy operations over its blocks, the end of an epoch (a quarter of the capacity) a look at 524,288 records at
-most.
+a few numpy operations over its blocks; the end of an epoch (a quarter of the capacity) a look at the ages of what is
+remembered, which is one number a request and class of its blocks, however many blocks those are.
 
 A *class* is (blocks that the request brought anew, uses of the block so far), both in powers of two: what a request
 adds says most about whether its chain is used again, and how often a block was used says the rest. Which way, differs
@@ -68,6 +68,7 @@ class ReuseMemory:
         self._key = np.zeros(size, dtype=np.uint64)
         self._last = np.zeros(size, dtype=np.int64)
         self._class = np.zeros(size, dtype=np.int16)
+        self._open: dict[int, int] = {}  # records by last use and class: how many of those that are counted
         self._uses = np.zeros(size, dtype=np.uint8)
         self._group = np.zeros(size, dtype=np.uint8)
         self._children = np.zeros(size, dtype=np.uint8)
@@ -117,9 +118,12 @@ class ReuseMemory:
         self._touched.append(rows * _CLASSES + classes)
         group = self._grouped(keys, places, known, known_count)
         self.clock += len(keys)
+        counted = np.unique(places if self._stride == 1 else places[places & (self._stride - 1) == 0])
+        self._count_open(counted, -1)
         self._key[places] = keys
         self._last[places] = self.clock
         self._class[places] = classes
+        self._count_open(counted, 1)
         self._uses[places] = uses
         if self.clock >= self._epoch_end:
             self._end_epoch()
@@ -130,6 +134,17 @@ class ReuseMemory:
             places = places[places & (self._stride - 1) == 0]
         if len(places):
             records.append((self._class[places], self.clock - self._last[places]))
+
+    def _count_open(self, places: Levels, by: int) -> None:
+        """Adds records to those that are remembered, or takes them away. Of one request most have one tag."""
+        tags, counts = np.unique(self._last[places] * _CLASSES + self._class[places], return_counts=True)
+        for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
+            if tag >= _CLASSES:  # else nothing was there
+                left = self._open.get(tag, 0) + by * count
+                if left:
+                    self._open[tag] = left
+                else:
+                    del self._open[tag]
 
     def _grouped(self, keys: Keys, places: Levels, known: npt.NDArray[np.bool_], known_count: int) -> int:
         """Gives new blocks their parent's sampling group, or one of their own where a session leaves the trunk."""
@@ -152,8 +167,7 @@ class ReuseMemory:
         """Moves what the epoch counted into the decayed sums, and chooses levels anew."""
         used, used_ages = self._by_cell(self._used)
         lost, lost_ages = self._by_cell(self._lost)
-        places = np.flatnonzero(self._last[:: self._stride]) * self._stride
-        open_time = self._time_by_bin(*self._by_cell([(self._class[places], self.clock - self._last[places])]))
+        open_time = self._time_by_bin(*self._open_by_cell())
         spent = self._time_by_bin(used + lost, used_ages + lost_ages) + open_time - self._open_time
         self._open_time = open_time
         self._exposure = self._exposure * _DECAY + np.maximum(spent, 0)
@@ -175,6 +189,16 @@ class ReuseMemory:
         counts = np.bincount(cells, minlength=size).astype(np.float64) * self._stride
         sums = np.bincount(cells, ages, minlength=size).astype(np.float64) * self._stride
         return counts.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
+
+    def _open_by_cell(self) -> tuple[Floats, Floats]:
+        """`_by_cell` for the records that are remembered."""
+        size = _CLASSES * LEVELS
+        tags = np.fromiter(self._open.keys(), np.int64, len(self._open))
+        counts = np.fromiter(self._open.values(), np.float64, len(self._open)) * self._stride
+        ages = (self.clock - tags // _CLASSES).astype(np.float64)
+        cells = tags % _CLASSES * LEVELS + np.searchsorted(self.ages[1:], ages)
+        summed, sums = np.bincount(cells, counts, minlength=size), np.bincount(cells, counts * ages, minlength=size)
+        return summed.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
 
     def _time_by_bin(self, count: Floats, age: Floats) -> Floats:
         """Time spent in each bin by records that ended (or stand) in the cells given, with the sums of their ages."""

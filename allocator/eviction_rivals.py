@@ -53,6 +53,9 @@ class _Leafy(EvictionPolicy):
     def __len__(self) -> int:
         return len(self._idle)
 
+    def beside(self) -> EvictionPolicy:
+        return type(self)(self.capacity)
+
     def since(self, block_id: int) -> int:
         return self._idle.get(block_id, 0)
 

@@ -7,6 +7,9 @@
 3. idle blocks of the same class that are not held,
 4. extents of another class in which every slot is free or idle and not held: their idle blocks are evicted.
 
+Where blocks have priorities, a block above the usual one is spared in step 3 as long as step 4 finds others, and an
+extent with such a block comes last in step 4.
+
 While the spare extent is missing, one of the extents of steps 2 and 4 is left alone to become the spare again.
 Internal to the pool; runs under the lock of the pool's caller.
 """
@@ -50,12 +53,21 @@ def make_room(life: BlockLife, class_index: int, needed: int, use_spare: bool = 
         ledger.assign_extent(class_index)
     while free.count < needed and _take_empty(life, class_index, spare):
         pass
-    if free.count < needed:
-        missing = min(needed - free.count, life.idle_counts[class_index] - life.held_idle_counts[class_index])
-        if missing > 0:
-            life.evict_idle(class_index, missing)
+    if life.marks is not None and free.count < needed:
+        _evict(life, class_index, needed, life.unwanted_idle_count(class_index))
+        _convert_idle(life, class_index, needed, spare, spare_wanted=True)
+    _evict(life, class_index, needed, life.idle_counts[class_index] - life.held_idle_counts[class_index])
     if free.count < needed:
         _convert_idle(life, class_index, needed, spare)
+        if free.count < needed:
+            raise IntegrityError(f"class {class_index}: {free.count} of {needed} blocks, although more was counted")
+
+
+def _evict(life: BlockLife, class_index: int, needed: int, most: int) -> None:
+    """Step 3: idle blocks of the class, at most so many."""
+    missing = min(needed - life.ledger.free[class_index].count, most)
+    if missing > 0:
+        life.evict_idle(class_index, missing)
 
 
 def restore_spare(life: BlockLife) -> bool:
@@ -104,10 +116,13 @@ def _take_empty(life: BlockLife, class_index: int, spare: int) -> bool:
     return False
 
 
-def _convert_idle(life: BlockLife, class_index: int, needed: int, spare: int) -> None:
-    """Step 4: extents of other classes with the fewest idle blocks, the longest idle first, are emptied and taken."""
+def _convert_idle(life: BlockLife, class_index: int, needed: int, spare: int, *, spare_wanted: bool = False) -> None:
+    """Step 4: extents of other classes with the fewest idle blocks, the longest idle first, are emptied and taken.
+
+    Those with blocks above the usual priority come last; `spare_wanted`: not at all.
+    """
     ledger = life.ledger
-    candidates: list[tuple[int, int, int]] = []
+    candidates: list[tuple[bool, int, int, int]] = []
     for other in range(life.layout.class_count):
         if other == class_index or not ledger.extents_in_use[other]:
             continue
@@ -116,16 +131,18 @@ def _convert_idle(life: BlockLife, class_index: int, needed: int, spare: int) ->
         census = ledger.census(other)
         for place in np.flatnonzero(census.busy == 0).tolist():
             owners = ledger.slot_owners(int(census.extents[place]))
-            idle = owners[life.idle_mask(owners)].tolist()
+            mask = life.idle_mask(owners)
+            is_wanted = bool(life.wanted_mask(owners[mask]).any())
+            if is_wanted and spare_wanted:
+                continue
+            idle = owners[mask].tolist()
             newest = max((life.policies[other].since(block_id) for block_id in idle), default=0)
-            candidates.append((len(idle), newest, int(census.extents[place])))
+            candidates.append((is_wanted, len(idle), newest, int(census.extents[place])))
     free = ledger.free[class_index]
-    for _, _, extent in sorted(candidates):
+    for _, _, _, extent in sorted(candidates):
         if free.count >= needed:
             return
         empty_out(life, extent)
         if len(ledger.unassigned) > spare:
             ledger.assign_extent(class_index)
             life.converted_extents_count += 1
-    if free.count < needed:
-        raise IntegrityError(f"class {class_index}: {free.count} of {needed} blocks, although more room was counted")

@@ -35,6 +35,7 @@ SUITES = (
     "attention",
     "tiers",
     "daemon",
+    "vllm",
     "gpu",
 )
 ON_A_CARD = ("gpu",)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine_adapter.decode_loop import DecodeLoop, Runner, StepOutcome
     from engine_adapter.drafter import Drafter, PromptLookupDrafter
     from engine_adapter.latency import LatencyRecorder
+    from engine_adapter.media import EmbeddedMedia, digest_of
     from engine_adapter.model_geometry import geometry_from_config
     from engine_adapter.model_source import LoadedModel, load_model
     from engine_adapter.paged_cache import PagedCache
@@ -27,6 +28,7 @@ _HOMES = {
     "engine_adapter.decode_loop": ("DecodeLoop", "Runner", "StepOutcome"),
     "engine_adapter.drafter": ("Drafter", "PromptLookupDrafter"),
     "engine_adapter.latency": ("LatencyRecorder",),
+    "engine_adapter.media": ("EmbeddedMedia", "digest_of"),
     "engine_adapter.model_geometry": ("geometry_from_config",),
     "engine_adapter.model_source": ("LoadedModel", "load_model"),
     "engine_adapter.paged_cache": ("PagedCache",),
@@ -39,6 +41,7 @@ __all__ = [
     "Completion",
     "DecodeLoop",
     "Drafter",
+    "EmbeddedMedia",
     "EngineAdapter",
     "FinishReason",
     "HFRunner",
@@ -56,6 +59,7 @@ __all__ = [
     "StepBatch",
     "StepOutcome",
     "StoreAdapter",
+    "digest_of",
     "geometry_from_config",
     "load_model",
 ]

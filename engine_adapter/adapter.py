@@ -31,7 +31,8 @@ from allocator.errors import ConfigError, DuplicateSequence, KVError
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
-    from kvstore import KVStore
+    from kvstore import Identity, KVStore
+    from kvstore.identity import Media
 
 
 class LoadOutcome(StrEnum):
@@ -89,11 +90,14 @@ class EngineAdapter(ABC):
         exact: bool = False,
         prompt_tokens: int | None = None,
         spare_blocks: Sequence[int] = (),
+        media: Sequence[Media] = (),
+        identity: Identity | None = None,
     ) -> Reservation:
         """Take the longest usable prefix of `token_ids` for a new sequence; at least one token is left to compute.
 
         prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption); default all.
         spare_blocks: blocks by cache group that must be left for others once the whole prompt has its own.
+        media: images, sound, video among the tokens. identity: another adapter or tenant than the store's own.
         Raises CapacityError (nothing is held then), DuplicateSequence, UsageError.
         """
 
@@ -210,13 +214,21 @@ class StoreAdapter(EngineAdapter):
         exact: bool = False,
         prompt_tokens: int | None = None,
         spare_blocks: Sequence[int] = (),
+        media: Sequence[Media] = (),
+        identity: Identity | None = None,
     ) -> Reservation:
         if self._store is None:
             return Reservation(sequence_id, 0, 0)
         if sequence_id in self._loading:
             raise DuplicateSequence(f"sequence {sequence_id!r} is still loading")
         given = self._store.admit(
-            sequence_id, token_ids, exact=exact, prompt_tokens=prompt_tokens, spare_blocks=spare_blocks
+            sequence_id,
+            token_ids,
+            exact=exact,
+            prompt_tokens=prompt_tokens,
+            spare_blocks=spare_blocks,
+            media=media,
+            identity=identity,
         )
         if given.pending_tokens > 0:
             self._loading[sequence_id] = self._clock() + self._load_deadline_seconds

@@ -16,6 +16,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
+    from kvstore.identity import Adapter
+
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 FORM_FULL = 0
@@ -36,6 +40,8 @@ class SequenceSlice:
     tables: per cache group, int64[blocks]: slot << 1 | form, or -1 where the window dropped the block. Block b holds
         the positions [b * block_tokens, (b + 1) * block_tokens); blocks must reach start + len(token_ids).
     slot_mappings: per cache group, int64[len(token_ids)]: slot * block_tokens + offset, where each token is written.
+    media: (offset in the slice, features Tensor[length, hidden]) that stand in for the embeddings of those tokens.
+    adapter: the fine-tuned overlay to compute with, None for the model as it is.
     """
 
     sequence_id: str
@@ -44,6 +50,8 @@ class SequenceSlice:
     logits_count: int
     tables: tuple[Int64Array, ...]
     slot_mappings: tuple[Int64Array, ...]
+    media: Sequence[tuple[int, Tensor]] = ()
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)

@@ -26,12 +26,14 @@ from engine_adapter.batch import SequenceSlice, StepBatch
 from engine_adapter.drafter import Drafter
 from engine_adapter.early_prefill import EarlyPrefill
 from engine_adapter.latency import LatencyRecorder
+from engine_adapter.media import pieces_in
 from engine_adapter.request import Completion, FinishReason, Request, RequestResult, check_request
 from engine_adapter.sampling import Choice, Sampler, first_choices
 from engine_adapter.scheduler import Phase, PlannedSlice, RequestState, Scheduler, Stream
 from engine_adapter.trace_hook import ended_request
 from kvstore import KVStore
 from kvstore.arguments import check_clock
+from kvstore.identity import Adapter
 from kvstore.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
@@ -263,6 +265,8 @@ class DecodeLoop:
             logits_count=part.logits_count,
             tables=self._store.tables(stream.sequence_id),
             slot_mappings=tuple(self._store.slot_mapping(stream.sequence_id, group, start, count) for group in groups),
+            media=pieces_in(stream.request.media, start, count),
+            adapter=Adapter.of(stream.request.adapter),
         )
 
     def _absorb(self, part: PlannedSlice, rows: Tensor, argmaxes: Sequence[int | None]) -> int:

@@ -7,6 +7,7 @@ Pure reading of a config; called once per model by whoever builds a store for it
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,26 +25,23 @@ _POSITION_FIELDS = (
     "no_rope_layers",
     "no_rope_layer_interval",
     "position_embedding_type",
-    "rope_interleave",
     "rotary_pct",
     "rotary_dim",
 )
 
 
-def geometry_from_config(
-    config: Any, dtype: torch.dtype | str, block_tokens: int = 16, *, latent: bool = False, sharing: bool = False
-) -> KVGeometry:
-    """KV geometry of a causal language model: a group of full layers, a group per sliding window, or both.
+def geometry_from_config(config: Any, dtype: torch.dtype | str, block_tokens: int = 16) -> KVGeometry:
+    """KV geometry of a causal language model: a group of full layers, a group per sliding window, or both; or one of
+    latents (MLA), one of kv_lora_rank + qk_rope_head_dim values a token and layer.
 
     config: a transformers config (of a multimodal model: its text part is taken).
     dtype: dtype of the stored KV, torch.bfloat16 or "bfloat16".
-    latent: the caller can keep MLA's latents, one of kv_lora_rank + qk_rope_head_dim values a token and layer.
-    sharing: it can do without the layers that reuse another's KV; they are in no group then.
-    Raises ConfigError for models whose KV this runner cannot keep correctly, saying why.
+    Layers that reuse another's KV (see `kv_sources`) are in no group.
+    Raises ConfigError for models whose KV cannot be kept correctly, saying why.
     """
     text = config.get_text_config(decoder=True)
-    refuse_config(text, latent=latent, sharing=sharing)
-    reusing = {at for at, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()) if mode == "reuse"}
+    refuse_config(text)
+    reusing = kv_sources(text)
     groups = tuple(
         replace(group, layers=layers)
         for group in cache_groups(text)
@@ -52,21 +50,58 @@ def geometry_from_config(
     return KVGeometry(groups=groups, block_tokens=block_tokens, dtype=dtype_name(dtype), position=position_scheme(text))
 
 
-def position_scheme(text: Any) -> str:
-    """How positions enter K, as one canonical string: part of the KV's identity."""
-    found = {name: getattr(text, name) for name in _POSITION_FIELDS if getattr(text, name, None) is not None}
-    return "rope:" + json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+def kv_sources(config: Any) -> dict[int, int]:
+    """Layers that keep no KV, and the layer whose KV each attends to: the last of its kind that lends its own."""
+    text = config.get_text_config(decoder=True)
+    lenders: dict[str, int] = {}
+    found = {}
+    for layer, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()):
+        kind = text.layer_types[layer]
+        if mode == "store":
+            lenders[kind] = layer
+        elif mode is not None:
+            if mode != "reuse" or kind not in lenders:
+                raise ConfigError(
+                    f"layer {layer} ({kind}) has the sharing mode {mode!r} and lenders before it are {lenders}; "
+                    "expected reuse, behind a layer of its kind that lends its KV"
+                )
+            found[layer] = lenders[kind]
+    return found
+
+
+def position_scheme(text: Any, latent_rope: str = "halves") -> str:
+    """How positions enter K, as one canonical string: part of the KV's identity, so engines and releases must agree.
+
+    What says nothing is left out (None, a whole partial factor), numbers are floats, keys are sorted. latent_rope: how
+    the engine lays out the rope part of a latent: transformers in "halves", vLLM "interleaved". Same weights, other
+    bytes: they must not share.
+    """
+    found = {name: _canonical(getattr(text, name, None)) for name in _POSITION_FIELDS}
+    if getattr(text, "kv_lora_rank", None):
+        found["latent_rope"] = latent_rope
+    told = {name: value for name, value in found.items() if value is not None}
+    if told.get("partial_rotary_factor") == 1.0:
+        del told["partial_rotary_factor"]
+    return "rope:" + json.dumps(told, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def _canonical(value: Any) -> Any:
+    """Floats for numbers, so that 10000 and 10000.0 are one; mappings without what says nothing."""
+    if isinstance(value, Mapping):
+        kept = {str(name): _canonical(one) for name, one in value.items() if one is not None}
+        return {name: one for name, one in kept.items() if (name, one) != ("partial_rotary_factor", 1.0)}
+    if isinstance(value, list | tuple):
+        return [_canonical(one) for one in value]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_config(text: Any, *, latent: bool = False, sharing: bool = False) -> None:
+def refuse_config(text: Any) -> None:
     """Raise ConfigError for a config whose attention a paged runner would get wrong without any error."""
     name = getattr(text, "model_type", type(text).__name__)
-    if getattr(text, "kv_lora_rank", None) and not latent:
-        raise ConfigError(f"{name} keeps latent KV (MLA, kv_lora_rank={text.kv_lora_rank}): not in this runner yet")
     if getattr(text, "index_topk", None):
         raise ConfigError(
             f"{name} keeps the keys of a sparse-attention indexer beside its KV (index_topk): not here yet"
@@ -81,8 +116,8 @@ def refuse_config(text: Any, *, latent: bool = False, sharing: bool = False) -> 
     allowed = {FULL_ATTENTION, SLIDING_ATTENTION}
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - allowed):
         raise ConfigError(f"{name} has layers of type {strange}; this runner pages {sorted(allowed)}")
-    if getattr(text, "num_kv_shared_layers", 0) and not (sharing and hasattr(text, "kv_sharing_modes")):
-        raise ConfigError(f"{name} shares KV across layers (num_kv_shared_layers): not in paged attention yet")
+    if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):
+        raise ConfigError(f"{name} shares KV across layers and does not say whose (kv_sharing_modes): not here yet")
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"{name} does not attend causally; only causal language models can be paged")
 
@@ -93,6 +128,17 @@ def refuse_model(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__} does not route attention through transformers' AttentionInterface "
             "(_supports_attention_backend is false), so its KV cannot be paged from outside"
+        )
+
+
+def refuse_media(model: Any) -> None:
+    """Raise ConfigError for a model that attends to media otherwise than to text, as a step of tokens does not."""
+    text = model.config.get_text_config(decoder=True)
+    told = json.dumps(getattr(text, "rope_parameters", None), default=str)
+    if "token_type_ids" in inspect.signature(model.forward).parameters or "mrope_section" in told:
+        raise ConfigError(
+            f"{type(model).__name__} attends to images in both directions, or counts their positions in two "
+            "dimensions; expected a model that takes media as so many tokens, such as LLaVA"
         )
 
 

@@ -7,11 +7,13 @@ builds the results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from allocator.errors import UsageError
+from engine_adapter.media import EmbeddedMedia
+from kvstore.identity import Identity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +41,9 @@ class Request:
     `temperature` 0 is greedy; otherwise tokens are drawn from the softmax cut to `top_k` (0: all) and `top_p`.
     `n` asks for that many continuations, which share the prompt's blocks. `exact` accepts only cached keys and values
     that equal full precision. `forced_token_ids` (teacher forcing) are fed instead of the model's choices, whose argmax
-    and logits are still recorded; the output is then exactly those tokens. `session` and `turn` are for a trace only.
+    and logits are still recorded; the output is then exactly those tokens. `media` stand in for placeholders among the
+    prompt's tokens, in order; `adapter` (a name, or name, id and digest) and `tenant`, where they are not the store's
+    own, say whose KV it is: all three reach the names of blocks. `session` and `turn` are for a trace only.
     """
 
     request_id: str
@@ -55,8 +59,15 @@ class Request:
     forced_token_ids: Sequence[int] | None = None
     keep_logits: LogitsCallback | None = None
     on_token: TokenCallback | None = None
+    media: Sequence[EmbeddedMedia] = ()
+    adapter: object = None
+    tenant: str | bytes | None = None
     session: str | None = None
     turn: int | None = None
+
+    def identity(self, own: Identity) -> Identity | None:
+        """Whose KV this is, None for the store's `own`."""
+        return other_identity(own, self.adapter, self.tenant)
 
     @property
     def greedy(self) -> bool:
@@ -121,6 +132,17 @@ class RequestResult:
         return next((completion.error for completion in self.completions if completion.error), None)
 
 
+def other_identity(own: Identity, adapter: object, tenant: str | bytes | None) -> Identity | None:
+    """`own` with another adapter or tenant, None where neither is given. An empty tenant is one."""
+    if adapter is None and tenant is None:
+        return None
+    return replace(
+        own,
+        adapter=own.adapter if adapter is None else adapter,
+        tenant=own.tenant if tenant is None else tenant,
+    )
+
+
 def check_request(request: Request, vocab_size: int) -> None:
     """Raise `UsageError` that says what was given and what was expected, if the request cannot be served."""
     if not isinstance(request, Request):
@@ -145,6 +167,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     if type(request.exact) is not bool:
         raise UsageError(f"request {name!r}: exact must be True or False, got {request.exact!r}")
     _check_trace_fields(request)
+    _check_names(request)
     if type(request.seed) is not int:
         raise UsageError(f"request {name!r}: seed must be an int, got {request.seed!r}")
     for what in ("temperature", "top_p"):
@@ -155,6 +178,18 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise UsageError(f"request {name!r}: temperature must be finite and >= 0, got {request.temperature}")
     if not 0.0 < request.top_p <= 1.0:
         raise UsageError(f"request {name!r}: top_p must be in (0, 1], got {request.top_p}")
+
+
+def _check_names(request: Request) -> None:
+    name, end = request.request_id, 0
+    for one in request.media:
+        if not isinstance(one, EmbeddedMedia) or not end <= one.start < one.stop <= len(request.token_ids):
+            raise UsageError(
+                f"request {name!r}: media must be EmbeddedMedia in the order of their places, inside the prompt's "
+                f"{len(request.token_ids)} tokens, got {one!r:.120}"
+            )
+        end = one.stop
+    Identity(model="-", weights=None, geometry=b"", adapter=request.adapter, tenant=request.tenant)  # its checks
 
 
 def _check_trace_fields(request: Request) -> None:

@@ -1,9 +1,8 @@
 """Run a Hugging Face causal language model on a paged cache, through transformers' AttentionInterface.
 
 All tokens of a step are flattened into one [1, tokens] input with explicit positions and no cache of transformers'
-own. One attention function is registered for the process; which runner a call belongs to travels in a context
-variable, so runners in several threads do not see each other. The function writes this step's K and V into the slab,
-then attends over the blocks that the step's tables name.
+own. The attention function (engine_adapter.paged_function) writes this step's K and V into the slab, or the latents
+that the model keeps instead, then attends over the blocks that the step's tables name.
 
 A runner is used by one thread at a time.
 """
@@ -11,54 +10,95 @@ A runner is used by one thread at a time.
 from __future__ import annotations
 
 import inspect
-import threading
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
-from allocator import ConfigError, IntegrityError, KVGeometry, UsageError
-from engine_adapter.attention import AttentionBackend, AttentionSettings, get_backend
+from allocator import ConfigError, GroupKind, IntegrityError, KVGeometry, UsageError
+from engine_adapter.attention import AttentionBackend, get_backend
 from engine_adapter.batch import StepBatch
-from engine_adapter.model_geometry import geometry_from_config, refuse_model
-from engine_adapter.paged_cache import PagedCache, RowIndex
+from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_media, refuse_model
+from engine_adapter.paged_cache import PagedCache
+from engine_adapter.paged_function import PagedPass, borrow, current_pass, give_back, refuse_latents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from allocator import Slab
+    from kvstore.identity import Adapter
     from quant import BlockCodec
 
-ATTENTION_NAME = "kvstore_paged"
-"""The name under which transformers knows our attention function."""
+
+class _Step(PagedPass):
+    """A step of a runner: all its tokens are one row. `reached`: layers that have attended."""
+
+    def __init__(
+        self, cache: PagedCache, backend: AttentionBackend, sources: Mapping[int, int], batch: StepBatch
+    ) -> None:
+        super().__init__(cache, sources)
+        self.backend = backend
+        groups = range(len(cache.geometry.groups))
+        self.plans = tuple(backend.plan(cache, group, batch) for group in groups)
+        self._writes = tuple(
+            cache.write_index(group, np.concatenate([part.slot_mappings[group] for part in batch])) for group in groups
+        )
+        self._before_layer = batch.before_layer
+        self._latents: dict[int, torch.Tensor] = {}
+        self.reached: set[int] = set()
+
+    def keep_latent(self, layer: int, latent: torch.Tensor) -> None:
+        """latent: Tensor[1, 1, tokens, latent and rope]. The layer attends next."""
+        self._latents = {layer: latent}
+
+    def take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        self.reuse(layer)
+        if self._before_layer is not None:
+            self._before_layer(layer)
+        group, _ = self.cache.place(layer)
+        latent = self._latents.get(layer)
+        if (latent is not None) != (self.cache.geometry.groups[group].kind is GroupKind.LATENT):
+            raise IntegrityError(f"layer {layer} attends to {'a latent' if latent is not None else 'no latent'}")
+        if latent is None:
+            self.cache.write(layer, self._writes[group], self.flat(key), self.flat(value))
+        else:
+            self.cache.write(layer, self._writes[group], self.flat(latent), None)
+        return latent
+
+    def reuse(self, layer: int) -> None:
+        if layer in self.reached:
+            raise IntegrityError(f"layer {layer} attends twice in one step; paging it would overwrite its own KV")
+        self.reached.add(layer)
+
+    def flat(self, states: torch.Tensor) -> torch.Tensor:
+        return states[0].transpose(0, 1)
+
+    def unflat(self, found: torch.Tensor) -> torch.Tensor:
+        return found[None]
 
 
-@dataclass(slots=True)
-class _Step:
-    """What the attention function needs of the step that is running; per cache group a plan and a write index."""
+class _Latents:
+    """What a model with latents is given as its cache: it hands them to the step before it expands them."""
 
-    cache: PagedCache
-    backend: AttentionBackend
-    plans: tuple[Any, ...]
-    writes: tuple[RowIndex, ...]
-    windows: tuple[int | None, ...]
-    before_layer: Callable[[int], None] | None = None
-    reached: set[int] = field(default_factory=set)
-    settings: AttentionSettings | None = None  # of the last layer; most models have the same for all
+    def __init__(self, step: _Step) -> None:
+        self._step = step
 
+    def update(
+        self, latent: torch.Tensor, rope: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._step.keep_latent(layer_idx, torch.cat((latent, rope), -1))
+        return latent, rope
 
-_running: ContextVar[_Step | None] = ContextVar("kvstore_paged_step", default=None)
-_borrowed: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
-_borrow_lock = threading.Lock()
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
 
 
 class HFRunner:
     """A causal language model whose KV lies in a slab.
 
     model: a transformers model in eval mode. geometry: its KV geometry, made from its config when None (block_tokens
-    then applies). backend: attention backend or its name, the best of this machine when None.
+    then applies). backend: attention backend or its name, the best of this machine when None. use_adapter: makes the
+    model compute with an adapter, or (None) without; a step with several is one pass for each.
 
     The slab comes with `attach`, since a store is built for a geometry and the geometry comes from the model. While a
     runner holds a model, the model's own `generate` does not work; `release` gives the model back.
@@ -74,6 +114,7 @@ class HFRunner:
         geometry: KVGeometry | None = None,
         block_tokens: int = 16,
         backend: AttentionBackend | str | None = None,
+        use_adapter: Callable[[Adapter | None], None] | None = None,
     ) -> None:
         refuse_model(model)
         self.model = model
@@ -85,11 +126,17 @@ class HFRunner:
         self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         self.position_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.cache: PagedCache | None = None
-        self._layers = {layer for group in self.geometry.groups for layer in group.layers}
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        refuse_latents(model, self.geometry)
+        self._sources = kv_sources(model.config)
+        self._layers = {layer for group in self.geometry.groups for layer in group.layers} | set(self._sources)
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_rows = "logits_to_keep" in parameters
+        latents = any(group.kind is GroupKind.LATENT for group in self.geometry.groups)
+        self._cache_argument = ("cache" if "cache" in parameters else "past_key_values") if latents else ""
+        self._use_adapter = use_adapter
         self._held = False
         _check_modules(model, self._layers)
-        _borrow(model)
+        borrow(model)
         self._held = True
 
     def attach(self, slab: Slab, cold_codec: BlockCodec | None = None) -> PagedCache:
@@ -106,18 +153,42 @@ class HFRunner:
         Raises UsageError for token ids or tables that do not fit; then nothing was written. IntegrityError when a
         layer of the model did not go through paged attention.
         """
+        adapters = list(dict.fromkeys(part.adapter for part in batch))
+        if self._use_adapter is None:
+            if adapters != [None]:
+                raise UsageError(
+                    f"the step asks for the adapters {adapters}; expected HFRunner(use_adapter=...), which switches to "
+                    "them, or one adapter for all, in the store's Identity"
+                )
+            return self._forward(batch)
+        rows: dict[str, torch.Tensor] = {}
+        for adapter in adapters:
+            self._use_adapter(adapter)
+            parts = tuple(part for part in batch if part.adapter == adapter)
+            logits = self._forward(StepBatch(parts, batch.before_layer))
+            pieces = logits.split([part.logits_count for part in parts])
+            rows |= {part.sequence_id: piece for part, piece in zip(parts, pieces, strict=True)}
+        return torch.cat([rows[part.sequence_id] for part in batch])
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
         cache = self.cache
         if cache is None or not self._held:
             raise UsageError("the runner has no slab: call attach(slab) first, and not after release()")
         token_ids, positions, rows = self._flatten(batch)
-        step = self._plan(cache, batch)
+        step = _Step(cache, self.backend, self._sources, batch)
         kwargs: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
-        token = _running.set(step)
+        if any(part.media for part in batch):
+            kwargs["inputs_embeds"] = self._embed(token_ids, batch)
+        else:
+            kwargs["input_ids"] = token_ids
+        if self._cache_argument:
+            kwargs[self._cache_argument] = _Latents(step)
+        token = current_pass.set(step)
         try:
             with torch.inference_mode():
-                logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **kwargs).logits[0]
+                logits = self.model(position_ids=positions, use_cache=False, **kwargs).logits[0]
         finally:
-            _running.reset(token)
+            current_pass.reset(token)
         if step.reached != self._layers:
             raise IntegrityError(
                 f"layers {sorted(self._layers - step.reached)} of {type(self.model).__name__} never reached the paged "
@@ -130,7 +201,24 @@ class HFRunner:
         """Give the model back: once its last runner has released it, it attends as it did before. Idempotent."""
         if self._held:
             self._held = False
-            _give_back(self.model)
+            give_back(self.model)
+
+    def _embed(self, token_ids: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Embeddings of the step's tokens, Tensor[1, tokens, hidden], with the features of media in their places."""
+        refuse_media(self.model)
+        with torch.inference_mode():
+            embeds: torch.Tensor = self.model.get_input_embeddings()(token_ids)
+            first = 0
+            for part in batch:
+                for offset, features in part.media:
+                    if features.shape[1] != embeds.shape[2]:
+                        raise UsageError(
+                            f"sequence {part.sequence_id!r} brings media features of {features.shape[1]} values; "
+                            f"the model's embeddings have {embeds.shape[2]}"
+                        )
+                    embeds[0, first + offset : first + offset + len(features)] = features.to(embeds)
+                first += part.token_count
+        return embeds
 
     def _flatten(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         token_ids: list[int] = []
@@ -153,61 +241,6 @@ class HFRunner:
         tensor = torch.tensor([token_ids, positions], dtype=torch.int64, device=self.device)
         return tensor[:1], tensor[1:], torch.tensor(rows, dtype=torch.int64, device=self.device)
 
-    def _plan(self, cache: PagedCache, batch: StepBatch) -> _Step:
-        import numpy as np
-
-        plans, writes = [], []
-        for group in range(len(self.geometry.groups)):
-            plans.append(self.backend.plan(cache, group, batch))
-            mapping = np.concatenate([part.slot_mappings[group] for part in batch])
-            writes.append(cache.write_index(group, mapping))
-        windows = tuple(group.window_tokens for group in self.geometry.groups)
-        return _Step(cache, self.backend, tuple(plans), tuple(writes), windows, batch.before_layer)
-
-
-def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer: query [1, heads, tokens, key_dim], key and value [1, kv_heads, ...].
-
-    Returns ([1, tokens, heads, value_dim], None).
-    """
-    step = _running.get()
-    if step is None:
-        raise UsageError(
-            "this model's attention belongs to a paged runner; call runner.release() before using the model itself"
-        )
-    if attention_mask is not None:
-        raise IntegrityError("the model passed a mask to paged attention, which does its own masking")
-    layer = int(module.layer_idx)
-    group, _ = step.cache.place(layer)
-    if layer in step.reached:
-        raise IntegrityError(f"layer {layer} attends twice in one step; paging it would overwrite its own KV")
-    step.reached.add(layer)
-    if step.before_layer is not None:
-        step.before_layer(layer)
-    told = kwargs.get("sliding_window")
-    if told is not None and told != step.windows[group]:
-        raise ConfigError(
-            f"layer {layer} attends with a window of {told} tokens; its cache group has {step.windows[group]}"
-        )
-    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    step.cache.write(layer, step.writes[group], keys, values)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    settings = step.settings
-    if settings is None or settings.scaling != scaling or settings.softcap != softcap or settings.sinks is not s_aux:
-        settings = step.settings = AttentionSettings(scaling=scaling, softcap=softcap, sinks=s_aux)
-    found = step.backend.attend(step.plans[group], layer, query[0].transpose(0, 1), keys, values, settings)
-    return found[None], None
-
 
 def _check_modules(model: Any, layers: set[int]) -> None:
     """Raise ConfigError unless exactly one causal attention module stands for each layer."""
@@ -224,25 +257,3 @@ def _check_modules(model: Any, layers: set[int]) -> None:
             f"{type(model).__name__} has attention modules for layers {sorted(found)}; "
             f"the geometry expects one for each of {sorted(layers)}"
         )
-
-
-def _borrow(model: Any) -> None:
-    """Route the model's attention to paged_attention, remembering how it attended before."""
-    from transformers import AttentionInterface
-
-    with _borrow_lock:
-        AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        original, count = _borrowed.get(model, (model.config._attn_implementation, 0))
-        _borrowed[model] = (original, count + 1)
-        if count == 0:
-            model.set_attn_implementation(ATTENTION_NAME)
-
-
-def _give_back(model: Any) -> None:
-    with _borrow_lock:
-        original, count = _borrowed[model]
-        if count > 1:
-            _borrowed[model] = (original, count - 1)
-            return
-        del _borrowed[model]
-        model.set_attn_implementation(original)

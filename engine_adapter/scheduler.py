@@ -2,7 +2,9 @@
 
 The rules, in the order in which they bind:
 
-- **First come, first served.** Every stream has a rank (arrival of its request, branch); lists are kept in rank order.
+- **Rank.** Every stream has one (arrival of its request, branch); lists are kept in rank order.
+- **Least to compute is admitted first**, of the oldest few that wait: a prefix that lies in the cache now may be gone
+  when its turn comes, and short answers need not wait for long prompts. Nobody is overtaken more than a few times.
 - **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks,
   oldest first, fill the step's token budget.
 - **Room is made from the newest.** When a stream cannot grow, the newest running or loading stream is preempted; the
@@ -26,12 +28,17 @@ from typing import TYPE_CHECKING
 from allocator.errors import CapacityError, IntegrityError, KVError
 from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
+from engine_adapter.media import same_tokens
 from engine_adapter.request import Request
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
+    from kvstore import HashChain
+    from kvstore.identity import Media
 
 _FAILED_LOADS_LIMIT = 3
+_CHOICE_STREAMS = 16  # of so many that wait the next one is chosen
+_OVERTAKEN_LIMIT = 8
 _PATIENT_STEPS = 4  # how long a stream waits for transfers to free memory before the newest is preempted for it
 
 
@@ -76,6 +83,8 @@ class Stream:
     once_computed: int = 0
     failed_loads: int = 0
     stalled_steps: int = 0
+    overtaken: int = 0
+    chain: HashChain | None = None  # while it waits
     expected_tiers: dict[str, int] = field(default_factory=dict)
     argmax_token_ids: list[int] = field(default_factory=list)
 
@@ -87,6 +96,10 @@ class Stream:
     def sequence_id(self) -> str:
         request_id = self.state.request.request_id
         return request_id if self.index == 0 else f"{request_id}#{self.index}"
+
+    @property
+    def media_names(self) -> list[Media]:
+        return [one.name() for one in self.request.media]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -160,7 +173,7 @@ class Scheduler:
     # Queues
 
     def enqueue(self, stream: Stream) -> None:
-        stream.phase, stream.computed = Phase.WAITING, 0
+        stream.phase, stream.computed, stream.chain = Phase.WAITING, 0, None
         insort(self.waiting, stream, key=_rank)
 
     def start(self, stream: Stream, computed: int, *, prefilling: bool = True) -> None:
@@ -213,13 +226,35 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting streams to running or loading while there are places and room."""
-        for stream in list(self.waiting):
+        for stream in self._in_turn():
             if self.free_places < 1 or self._is_held_back(stream):
                 return
             if self._prefix_is_being_computed(stream):
                 continue
             if not self._admit_one(stream):
                 return
+
+    def _in_turn(self) -> list[Stream]:
+        """The waiting streams, those first that are tried first."""
+        choice = self.waiting[:_CHOICE_STREAMS]
+        if len(choice) < 2 or self.free_places < 1:
+            return list(self.waiting)
+        left = {stream: len(stream.tokens) - self._hit_tokens(stream) for stream in choice}
+        choice.sort(key=lambda one: left[one] if one.overtaken < _OVERTAKEN_LIMIT else 0)  # stable: then by rank
+        return choice + self.waiting[_CHOICE_STREAMS:]
+
+    def _hit_tokens(self, stream: Stream) -> int:
+        """What the cache has of a waiting stream's tokens now. They are hashed once; after a reset that is a miss."""
+        chain, request = stream.chain, stream.request
+        if chain is None:
+            identity = request.identity(self._store.identity)
+            try:
+                chain = self._store.prepare(stream.tokens, media=stream.media_names, identity=identity)
+            except KVError:  # admitting it says why
+                return 0
+            stream.chain = chain
+        exact = request.exact
+        return self._store.lookup_hashes(chain.root, chain.hashes, chain.token_count, exact=exact).tokens
 
     def _is_held_back(self, stream: Stream) -> bool:
         """True for the stream that did not fit last time, until there is more room or nothing else that runs."""
@@ -238,6 +273,8 @@ class Scheduler:
                 exact=stream.request.exact,
                 prompt_tokens=len(stream.request.token_ids),
                 spare_blocks=() if alone else self._spare_blocks(),
+                media=stream.media_names,
+                identity=stream.request.identity(self._store.identity),
             )
         except CapacityError as error:
             if error.permanent or (alone and not error.transient):
@@ -253,6 +290,11 @@ class Scheduler:
         if given.ask_again:
             return True
         self.remove(stream)
+        stream.overtaken, stream.chain = 0, None
+        for older in self.waiting:
+            if older.rank > stream.rank:
+                break
+            older.overtaken += 1
         stream.expected_tiers = dict(given.by_tier)
         self._on_admitted(stream)
         if given.pending_tokens > 0:
@@ -301,10 +343,15 @@ class Scheduler:
         """True when a running prefill will soon have whole blocks that this stream could take instead of computing."""
         block_tokens = self.geometry.block_tokens
         best = 0
+        identity = stream.request.identity(self._store.identity)
         for other in self.running:
-            if other.prefilling and other.request.exact >= stream.request.exact:
-                best = max(best, _common_prefix(other.tokens, stream.tokens[:-1]) // block_tokens * block_tokens)
-        return best > 0 and best > self._store.lookup(stream.tokens, exact=stream.request.exact).tokens
+            if not other.prefilling or other.request.exact < stream.request.exact:
+                continue
+            if other.request.identity(self._store.identity) == identity:
+                same = same_tokens(other.request.media, stream.request.media)
+                common = _common_prefix(other.tokens[:same], stream.tokens[:-1])
+                best = max(best, common // block_tokens * block_tokens)
+        return best > 0 and best > self._hit_tokens(stream)
 
     # Planning
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvstore.events import AllCleared, BlockRemoved, BlockStored, EventStream
     from kvstore.host_tier.tier import HostTier
     from kvstore.identity import Adapter, HashChain, Identity, Media
+    from kvstore.retention import Retention
     from kvstore.sequence import Lease
     from kvstore.store import KVStore
     from kvstore.tier import Completion, GetItem, PutItem, ResultCode, Tier, Transfer
@@ -51,6 +52,7 @@ _HOMES = {
     "kvstore.events": ("AllCleared", "BlockRemoved", "BlockStored", "EventStream"),
     "kvstore.host_tier.tier": ("HostTier",),
     "kvstore.identity": ("Adapter", "HashChain", "Identity", "Media"),
+    "kvstore.retention": ("Retention",),
     "kvstore.sequence": ("Lease",),
     "kvstore.store": ("KVStore",),
     "kvstore.tier": ("Completion", "GetItem", "PutItem", "ResultCode", "Tier", "Transfer"),
@@ -83,6 +85,7 @@ __all__ = [
     "Media",
     "PutItem",
     "ResultCode",
+    "Retention",
     "Tier",
     "TierError",
     "Transfer",

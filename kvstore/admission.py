@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.identity import HashChain
     from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
+    from kvstore.quotas import Quotas
     from kvstore.residency import GroupPlan, HitPlan, LowerCopy, Residency
 
 
@@ -34,6 +35,7 @@ class Admitter:
         mover: Mover,
         costs: CostModel,
         metrics: StoreMetrics,
+        quotas: Quotas,
     ) -> None:
         self._geometry = geometry
         self._pool = pool
@@ -41,6 +43,7 @@ class Admitter:
         self._mover = mover
         self._costs = costs
         self._metrics = metrics
+        self._quotas = quotas
 
     def usable_hashes(self, hashes: Items[bytes], token_count: int, private_from: int | None) -> Items[bytes]:
         """Hashes of the blocks a prompt may reuse: at least one token stays to be computed."""
@@ -204,6 +207,8 @@ class Admitter:
                 present += [known.block_id for copy in group_plan.copies.values() if (known := self._incoming(copy))]
                 pool.share(present)
                 shared.append(present)
+            if len(self._quotas):
+                self._quotas.require(sequence.tenant, shared, self._fresh_bytes(plan, needed_tokens))
             for group, group_plan in enumerate(plan.groups):
                 fetched.append([])
                 forms = [copy.form for copy in group_plan.copies.values() if not self._incoming(copy)]
@@ -221,18 +226,33 @@ class Admitter:
             self._fill_table(sequence, group, group_plan, fetched[group])
         block_tokens = self._geometry.block_tokens
         sequence.written = sequence.loading_tokens = plan.blocks * block_tokens
+        sequence.known_blocks = plan.device_blocks
         if plan.lossy_at is not None:
             sequence.lossy_from = plan.lossy_at * block_tokens
 
+    def _fresh_bytes(self, plan: HitPlan, needed_tokens: int) -> int:
+        """What a sequence takes beside the blocks that it shares: copies to be fetched, and the rest of its prompt."""
+        layout = self._pool.layout
+        copies = [copy for group in plan.groups for copy in group.copies.values() if not self._incoming(copy)]
+        fetched = sum(layout.raw_slot_bytes[2 * copy.key.group + copy.form] for copy in copies)
+        return fetched + sum(
+            self._blocks_to_compute(group, needed_tokens) * layout.raw_slot_bytes[2 * group + FULL]
+            for group in range(len(plan.groups))
+        )
+
     def _require_room(self, group: int, needed_tokens: int, spare_blocks: int) -> None:
-        block_tokens = self._geometry.block_tokens
-        kv_group = self._geometry.groups[group]
-        if kv_group.kind is GroupKind.SLIDING and kv_group.window_tokens is not None:
-            needed_tokens = min(needed_tokens, kv_group.window_tokens + block_tokens)
-        needed = -(-needed_tokens // block_tokens) + spare_blocks
+        needed = self._blocks_to_compute(group, needed_tokens) + spare_blocks
         available = self._pool.available(group, FULL)
         if needed > available:
-            raise CapacityError(needed, available, f"more blocks of group {kv_group.name!r} to admit the prompt")
+            name = self._geometry.groups[group].name
+            raise CapacityError(needed, available, f"more blocks of group {name!r} to admit the prompt")
+
+    def _blocks_to_compute(self, group: int, needed_tokens: int) -> int:
+        """Blocks of a group that hold the rest of a prompt at once."""
+        block_tokens, kv_group = self._geometry.block_tokens, self._geometry.groups[group]
+        if kv_group.kind is GroupKind.SLIDING and kv_group.window_tokens is not None:
+            needed_tokens = min(needed_tokens, kv_group.window_tokens + block_tokens)
+        return -(-needed_tokens // block_tokens)
 
     def _incoming(self, copy: LowerCopy) -> PendingCopy | None:
         """That copy on its way for somebody else: one transfer serves both."""

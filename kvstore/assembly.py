@@ -17,9 +17,12 @@ from kvstore.executor import make_executor
 from kvstore.fetching import Fetcher
 from kvstore.growth import Growth
 from kvstore.leases import Leases
+from kvstore.loss_prices import LossPrices
 from kvstore.metrics import StoreMetrics
 from kvstore.mover import Mover
+from kvstore.quotas import Quotas
 from kvstore.residency import Residency
+from kvstore.retention import Retainer
 from kvstore.reuse_notes import ReuseNotes
 from kvstore.tier_admission import make_admission
 from kvstore.upkeep import Upkeep
@@ -56,6 +59,8 @@ class Parts:
     growth: Growth
     upkeep: Upkeep
     leases: Leases
+    quotas: Quotas
+    retainer: Retainer
     arrivals: Arrivals
     announcer: Announcer
 
@@ -108,7 +113,9 @@ def assemble(
         pool, device, executor, metrics, fetcher, writes=writes, cool_queue_limit=COOL_QUEUE_BLOCKS, waker=waker
     )
     cools = codec is not None
-    reuse = ReuseNotes(pool, geometry.block_tokens, is_learning=learns)
+    quotas = Quotas(pool, sequences)
+    prices = LossPrices(geometry, pool, residency, costs, tiers, cools=cools)
+    reuse = ReuseNotes(pool, geometry.block_tokens, prices, is_learning=learns)
     upkeep = Upkeep(
         geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
     )
@@ -122,8 +129,9 @@ def assemble(
             announcer.evicted(group, hashes, computed_exact, form)
 
     pool.on_evict = on_evict
-    admitter = Admitter(geometry, pool, residency, mover, costs, metrics)
-    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, poison=config.debug_poison)
+    admitter = Admitter(geometry, pool, residency, mover, costs, metrics, quotas)
+    retainer = Retainer(pool, geometry.block_tokens, quotas)
+    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -138,6 +146,8 @@ def assemble(
         upkeep=upkeep,
         announcer=announcer,
         leases=Leases(pool, config.lease_seconds),
+        quotas=quotas,
+        retainer=retainer,
         arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, announcer, sequences),
     )
 

@@ -28,12 +28,22 @@ _LOOK_SECONDS = 0.02
 _LOG = logging.getLogger(__name__)
 
 
-def close_parts(parts: Parts, lock: threading.RLock, arrived: threading.Event, seconds: float, now: float) -> None:
+def close_parts(
+    parts: Parts,
+    lock: threading.RLock,
+    arrived: threading.Event,
+    seconds: float,
+    now: float,
+    end_sequences: Callable[[], None],
+) -> None:
     """Write down for `seconds` at most, then end executor and tiers, lower tiers first, and apply what they say."""
     _spill_the_rest(parts.upkeep, lock, arrived, seconds, now)
-    _end_within([parts.executor.close, *(tier.close for tier in parts.tiers[::-1])], parts.metrics)
-    with lock:
-        parts.upkeep.drain(now)  # what the tiers cancelled
+    try:
+        _end_within([parts.executor.close, *(tier.close for tier in parts.tiers[::-1])], parts.metrics)
+    finally:
+        with lock:
+            parts.upkeep.drain(now)  # what the tiers cancelled
+            end_sequences()
 
 
 def _spill_the_rest(

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from allocator import BlockPool, BlockTable, KVGeometry
     from kvstore.announce import Announcer
     from kvstore.device import BlockBytes
+    from kvstore.identity import Media
     from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
+    from kvstore.retention import Retainer
     from kvstore.sequence import Sequence
     from kvstore.upkeep import Upkeep
 
@@ -45,6 +47,7 @@ class Growth:
         upkeep: Upkeep,
         metrics: StoreMetrics,
         announcer: Announcer,
+        retainer: Retainer,
         *,
         poison: bool = False,
     ) -> None:
@@ -55,6 +58,7 @@ class Growth:
         self._upkeep = upkeep
         self._metrics = metrics
         self._announcer = announcer
+        self._retainer = retainer
         self._poison = poison
         self._block_tokens = geometry.block_tokens
         self._windows = [group.window_tokens for group in geometry.groups]
@@ -175,12 +179,18 @@ class Growth:
 
     # -- commit -------------------------------------------------------------------------------------------------
 
-    def commit(self, sequence: Sequence, token_ids: Items[int]) -> None:
+    def commit(self, sequence: Sequence, token_ids: Items[int], media: Items[Media] = ()) -> None:
         count = len(token_ids) if type(token_ids) is list else length(token_ids)
         start = sequence.committed
         if start + count > sequence.written:
             raise self._beyond_written(sequence, count)
-        sequence.chain.settle(start, token_ids)
+        if media:
+            chain = sequence.chain.fork()
+            chain.truncate(start)
+            chain.extend(token_ids, media)
+            sequence.chain = chain
+        else:
+            sequence.chain.settle(start, token_ids)
         self._committed(sequence, start + count)
 
     def commit_prompt(self, sequence: Sequence, token_count: int) -> None:
@@ -232,6 +242,7 @@ class Growth:
             if exact_end < last:
                 self._seal_run(sequence, table, exact_end, last, False)
         self._upkeep.enqueue_cool(sequence)
+        self._upkeep.hand_over(sequence, first, last)
 
     def _seal_run(self, sequence: Sequence, table: BlockTable, start: int, stop: int, exact: bool) -> None:
         if stop - start == 1:
@@ -273,6 +284,7 @@ class Growth:
         for table in sequence.tables:
             if sequence.exact:
                 self._pool.drop_exact(table.window_surplus(sequence.committed))
+            self._retainer.keep_dropped(sequence, table)
             table.drop_window(sequence.committed)
 
     # -- fork ---------------------------------------------------------------------------------------------------
@@ -280,6 +292,7 @@ class Growth:
     def release(self, sequence: Sequence) -> None:
         """Give back all that a sequence holds, at its end."""
         self._upkeep.reuse.note(sequence)
+        self._retainer.keep(sequence)
         self.drop_tails(sequence)
         for table in sequence.tables:
             if sequence.exact:

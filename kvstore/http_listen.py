@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from allocator.errors import TierError
 
 _CONNECTIONS = 64
 _LONGEST_HEAD_BYTES = 16 << 10
 _IDLE_SECONDS = 5
+_HEAD_SECONDS = 5.0  # for the whole head of a request, however it drips
+_ANSWER_SECONDS = 60.0  # from there to the end of its answer, however slowly that is read
 _START_SECONDS = 10.0
 
 
@@ -35,6 +39,47 @@ def serve(app: Starlette, host: str, port: int) -> None:
     _Announcing(config).run()
 
 
+class _BoundedProtocol(H11Protocol):
+    """uvicorn's, which waits without end for a request's head and for who does not read, and turns a new client away
+    once so many wait. Here each has its time, and the one that has waited longest gives way to a new one."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _waits_since = 0.0  # while it has sent no whole head
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+        if len(self.connections) >= _CONNECTIONS:
+            waiting = [one for one in self.connections if isinstance(one, _BoundedProtocol) and one._waits_since]
+            oldest = min(waiting, key=lambda one: one._waits_since)
+            oldest.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._waits_since and self.cycle is not None and not self.cycle.response_complete:
+            self._waits_since = 0.0
+            self._end_in(_ANSWER_SECONDS)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._waits_since = time.monotonic()
+        self._end_in(_HEAD_SECONDS)
+
+    def _end_in(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+
 class ThreadServer:
     """Serves on a thread of its own from construction to close. TierError when the address cannot be had."""
 
@@ -45,10 +90,10 @@ class ThreadServer:
             app,
             log_level="critical",
             access_log=False,
-            http="h11",
+            http=_BoundedProtocol,
             ws="none",
             lifespan="off",
-            limit_concurrency=_CONNECTIONS,
+            limit_concurrency=_CONNECTIONS + 1,
             h11_max_incomplete_event_size=_LONGEST_HEAD_BYTES,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from allocator import UnknownSequence, UsageError
 from kvstore.sequence import RUNNING, Sequence
 
@@ -12,6 +14,11 @@ class LiveSequences(dict[str, Sequence]):
     def __init__(self) -> None:
         super().__init__()
         self.closed = False
+
+    def end(self, release: Callable[[Sequence], None]) -> None:
+        """`release` takes each sequence out and gives its blocks back."""
+        for sequence in [*self.values()]:
+            release(sequence)
 
     def check_open(self) -> None:
         if self.closed:

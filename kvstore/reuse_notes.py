@@ -14,12 +14,10 @@ import numpy as np
 from kvstore.relocation import is_promotion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from allocator import BlockPool
-    from allocator.eviction import Prices
+    from kvstore.loss_prices import LossPrices
     from kvstore.sequence import Sequence
 
 NOTES_PER_STEP = 8
@@ -28,13 +26,14 @@ _KEY_WORDS = 4  # 64-bit words of a block hash; the first is the key
 
 
 class ReuseNotes:
-    def __init__(self, pool: BlockPool, block_tokens: int, *, is_learning: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, block_tokens: int, prices: LossPrices | None = None, *, is_learning: bool
+    ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
+        self.prices = prices
         self._is_learning = is_learning
-        self.price_of: Callable[[list[bytes]], Prices] | None = None
-        """What losing each of a sequence's blocks would cost; None: all the same."""
-        self._notes: deque[tuple[list[bytes], list[npt.NDArray[np.int32]]]] = deque(maxlen=_NOTES_MAX)
+        self._notes: deque[tuple[bytes, list[bytes], list[npt.NDArray[np.int32]]]] = deque(maxlen=_NOTES_MAX)
 
     def note(self, sequence: Sequence) -> None:
         """A sequence is about to give its blocks back."""
@@ -42,7 +41,8 @@ class ReuseNotes:
         if sequence.private_from is not None:
             count = min(count, sequence.private_from // self._block_tokens)
         if self._is_learning and count and sequence.shared and not is_promotion(sequence.sequence_id):
-            self._notes.append((sequence.chain.hashes[:count], [table.ids()[:count] for table in sequence.tables]))
+            tables = [table.ids()[:count] for table in sequence.tables]
+            self._notes.append((sequence.root, sequence.chain.hashes[:count], tables))
 
     def tell(self) -> None:
         """Bounded work of a step: some notes; once there are none left, blocks take the places they have earned."""
@@ -50,9 +50,9 @@ class ReuseNotes:
             return
         policies, notes = self._pool.policies, self._notes
         for _ in range(min(NOTES_PER_STEP, len(notes))):
-            hashes, tables = notes.popleft()
+            root, hashes, tables = notes.popleft()
             keys = np.frombuffer(b"".join(hashes), dtype="<u8")[::_KEY_WORDS]
-            policies[0].observe(keys, tables, None if self.price_of is None else self.price_of(hashes))
+            policies[0].observe(keys, tables, None if self.prices is None else self.prices.of(root, hashes))
         if not notes:
             for policy in policies:
                 policy.settle()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockTable
     from kvstore.identity import HashChain
+    from kvstore.retention import Retention
     from kvstore.tier import CopyKey
 
 
@@ -145,6 +146,9 @@ class Sequence:
     loading_tokens: int = 0  # what is there if all that is pending arrives; written ones beyond are computed meanwhile
     by_layer: bool = False  # while loading: its copies come by layers, so it may compute behind them
     private_from: int | None = None  # first token position whose blocks must not be named
+    tenant: str = ""  # of the identity it was admitted under
+    retention: tuple[Retention, ...] = ()
+    known_blocks: int = 0  # leading blocks that others had before
     noted_blocks: int = 0  # leading blocks whose use the policy of slower tiers has been told of
     held_tails: dict[int, int] = field(default_factory=dict)  # group -> partly filled sealed block kept from cooling
 

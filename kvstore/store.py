@@ -22,14 +22,14 @@ from kvstore.config import KVStoreConfig
 from kvstore.epochs import Epochs
 from kvstore.layer_progress import wait_all
 from kvstore.live_sequences import LiveSequences
-from kvstore.operations import state_kernel_paths
 from kvstore.prompts import Prompts
 from kvstore.questions import Questions
-from kvstore.relocation import Relocation, is_promotion
+from kvstore.quotas import tenant_of
+from kvstore.relocation import Relocation
+from kvstore.retention import Retention, check_retention
 from kvstore.sequence import Admission, FetchState, Hit, Lease, Sequence, SequenceState
-from kvstore.store_checks import check_store
+from kvstore.store_views import StoreViews
 from kvstore.upkeep import StepReport
-from kvstore.usage import StoreUsage, measure, state_gauges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from allocator import EvictionPolicy, Slab
+    from allocator import EvictionPolicy
     from kvstore.identity import HashChain, Identity, Media
     from kvstore.tier import Tier
 
 
-class KVStore:
+class KVStore(StoreViews):
     """Decides where every token's KV lives. See the module docstring for the order of calls.
 
     geometry, identity: must agree on what a block is; `identity.root()` names everything stored here.
@@ -89,47 +89,6 @@ class KVStore:
         self._questions = Questions(parts.admitter, self.config.fetch_deadline_seconds)
         self._epochs = Epochs(parts, self._prompts, self._sequences, self._lock)
         self.metrics.before_reading = self._state_gauges
-
-    # -- what others may look at --------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        return self._sequences.closed
-
-    @property
-    def slab(self) -> Slab | None:
-        return self._parts.device.slab
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return self._parts.tiers
-
-    @property
-    def identity(self) -> Identity:
-        return self._prompts.identity
-
-    def sequence_ids(self) -> list[str]:
-        with self._lock:
-            return [name for name in self._sequences if not is_promotion(name)]
-
-    def committed_tokens(self, sequence_id: str) -> int:
-        with self._lock:
-            return self._sequences.live(sequence_id).committed
-
-    def written_tokens(self, sequence_id: str) -> int:
-        with self._lock:
-            return self._sequences.live(sequence_id).written
-
-    def is_exact(self, sequence_id: str) -> bool:
-        """True while everything committed was computed from full precision only."""
-        with self._lock:
-            sequence = self._sequences.live(sequence_id)
-            return sequence.is_exact_up_to(sequence.committed)
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Tell the store how fast the engine computes prompts, so that it can choose between loading and computing."""
-        with self._lock:
-            self._parts.observe_prefill(tokens, seconds)
 
     # -- lookup and pin -----------------------------------------------------------------------------------------
 
@@ -192,6 +151,24 @@ class KVStore:
         with self._lock:
             self._parts.leases.end(lease)
 
+    def retain(self, sequence_id: str, retention: Items[Retention]) -> None:
+        """What of a live sequence is to be evicted later, or earlier, than the rest once it has ended."""
+        wishes = check_retention(retention)
+        with self._lock:
+            self._sequences.live(sequence_id).retention = wishes
+
+    def retain_prefix(
+        self, token_ids: Items[int] | HashChain, retention: Items[Retention], *, identity: Identity | None = None
+    ) -> int:
+        """`retain` for what of a prefix is on the device, as if a sequence had ended now; how many tokens of it are."""
+        wishes = check_retention(retention)
+        chain = self._prompts.chain(token_ids, (), identity)
+        with self._lock:
+            self._sequences.check_open()
+            blocks, tokens = self._admitter.on_device(chain, False)
+            self._parts.retainer.keep_blocks(blocks, wishes, tokens)
+            return tokens
+
     def promote(self, token_ids: Items[int] | HashChain, *, exact: bool = False) -> int:
         """Read a prefix's next blocks up from lower tiers and keep them as hits; tokens on their way (see `step`)."""
         chain = self._prompts.chain(token_ids, (), None)
@@ -228,7 +205,8 @@ class KVStore:
         prompt_tokens: how many of `token_ids` are the prompt (the rest was generated before a preemption).
         private_from: blocks from that token position on are neither shared nor named.
         spare_blocks: blocks by cache group that must be left for others once the whole prompt has its own.
-        Raises, with nothing changed, CapacityError (`permanent` when the prompt can never fit), DuplicateSequence,
+        Raises, with nothing changed, CapacityError (`permanent` when the prompt can never fit, for its tenant's quota
+        too), DuplicateSequence,
         LeaseError for another store's lease, UsageError for bad token ids and counts.
         """
         text_id("sequence_id", sequence_id)
@@ -249,6 +227,7 @@ class KVStore:
             sequence = self._admitter.new_sequence(
                 sequence_id, chain, exact=exact, prompt_tokens=prompt_tokens, private_from=private_from
             )
+            sequence.tenant = tenant_of(identity or self.identity)
             hashes = self._admitter.usable_hashes(chain.hashes, token_count, private_from)
             plan = self._admitter.find(chain.root, hashes, exact)
             if self._questions.is_open(plan, hashes, exact, is_fresh, self._clock()):
@@ -302,13 +281,13 @@ class KVStore:
         with self._lock:
             self._growth.grow(self._sequences.computing(sequence_id), token_count)
 
-    def commit(self, sequence_id: str, token_ids: Items[int]) -> None:
+    def commit(self, sequence_id: str, token_ids: Items[int], media: Items[Media] = ()) -> None:
         """The next written tokens are final: their KV was computed from `token_ids`. Seals full blocks.
 
-        Raises UsageError when more is committed than was written by `grow`.
+        media: those that start among them, unless `admit` was told. UsageError for more than `grow` has written.
         """
         with self._lock:
-            self._growth.commit(self._sequences.running(sequence_id), token_ids)
+            self._growth.commit(self._sequences.running(sequence_id), token_ids, media)
 
     def commit_prompt(self, sequence_id: str, token_count: int) -> None:
         """`commit` of the next `token_count` tokens that the sequence was admitted with: nothing is hashed again."""
@@ -394,6 +373,8 @@ class KVStore:
             now = self._clock() if now is None else moment("now", now)
             self._arrived.clear()
             self._parts.leases.expire(now)
+            self._parts.quotas.trim()
+            self.pool.expire(now)
             self.metrics.computed(self._growth.computed_tokens)
             self._growth.computed_tokens = 0
             return self._upkeep.step(now)
@@ -406,15 +387,6 @@ class KVStore:
                 return False
         return self._arrived.wait(timeout_seconds)
 
-    def usage(self) -> StoreUsage:
-        with self._lock:
-            return measure(self.geometry, self.pool, list(self._sequences.values()))
-
-    def _state_gauges(self) -> None:
-        with self._lock:
-            state_gauges(self.metrics, self.usage(), self._upkeep, self.tiers, self._parts.costs)
-        state_kernel_paths(self.metrics, self._device)
-
     def reset(self) -> None:
         """The weights changed in place: nothing stored before is ever served again, here or by others on our tiers.
 
@@ -423,11 +395,6 @@ class KVStore:
         """
         self._sequences.check_open()
         self._epochs.reset()
-
-    def check_invariants(self) -> None:
-        """Raise IntegrityError naming the first invariant that does not hold."""
-        with self._lock:
-            check_store(self.pool, self._sequences, self._upkeep.writes)
 
     def close(self, drain_seconds: float = DRAIN_SECONDS) -> None:
         """Write what is named and worth it to disk and remote, for `drain_seconds` at most, then close the tiers.
@@ -439,9 +406,9 @@ class KVStore:
             if self._sequences.closed:
                 return
             self._sequences.closed = True
-            for sequence in [*self._sequences.values()]:
-                self._release(sequence)
-        close_parts(self._parts, self._lock, self._arrived, seconds, self._clock())
+        close_parts(
+            self._parts, self._lock, self._arrived, seconds, self._clock(), lambda: self._sequences.end(self._release)
+        )
 
     def __enter__(self) -> KVStore:
         return self

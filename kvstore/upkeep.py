@@ -163,6 +163,16 @@ class Upkeep:
             ]
             self._spill(ids, Cause.PREEMPTED)
 
+    def hand_over(self, sequence: Sequence, first: int, last: int) -> None:
+        """Blocks of a prompt that is still computed, just sealed: where everything is stored, they go down at once, so
+        that another process can take the prompt over while it grows. Not those that will change their form.
+        """
+        if sequence.prefill_done or not self.slower or self.config.spill_policy != "everything":
+            return
+        if not self.cools or sequence.exact:
+            for table in sequence.tables:
+                self.offer([one for one in table.ids()[first:last].tolist() if one >= 0], self.slower, Cause.COMPUTED)
+
     def offer_sequence(self, sequence: Sequence) -> None:
         """Its prompt, or its turn, has been computed: offer what it sealed to the slower tiers, front first.
 

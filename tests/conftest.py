@@ -1,14 +1,53 @@
 """Searches repeat exactly in the usual run, so that a red run is red for everybody; the nightly one draws anew.
 
-HYPOTHESIS_PROFILE=nightly for the latter.
+HYPOTHESIS_PROFILE=nightly for the latter. What a failed test had open is closed here, so that it fails alone: its
+sockets would be found, and complained of, in a later one.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.register_profile("nightly", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+_OURS = ("allocator", "benchmarks", "engine_adapter", "kvstore", "tests")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when == "call" and report.failed and call.excinfo is not None:
+        close_what_is_open(call.excinfo.tb)
+    return report
+
+
+def close_what_is_open(traceback: TracebackType | None) -> None:
+    """Locals of the tests' own frames that can be closed or stopped, the last one first."""
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        if not str(frame.f_globals.get("__name__", "")).startswith("tests."):
+            continue
+        for value in reversed(list(frame.f_locals.values())):
+            for one in reversed(value) if isinstance(value, list | tuple) else (value,):
+                end = _end_of(one)
+                if end is not None:
+                    with suppress(Exception):  # it is the failure before this one that counts
+                        end()
+
+
+def _end_of(value: Any) -> Any:
+    if isinstance(value, type) or not type(value).__module__.startswith(_OURS):
+        return None
+    ends = (getattr(value, name, None) for name in ("close", "stop"))
+    return next((end for end in ends if callable(end)), None)

@@ -17,8 +17,9 @@ from benchmarks.decoding.recording import RecordedRunner, Recording
 from benchmarks.rows import Stopwatch
 from engine_adapter.attention import get_backend
 from engine_adapter.decode_loop import DecodeLoop
+from engine_adapter.paged_function import ATTENTION_NAME, paged_attention
 from engine_adapter.request import Request
-from engine_adapter.runner import ATTENTION_NAME, HFRunner, paged_attention
+from engine_adapter.runner import HFRunner
 from kvstore import Identity, KVStore, KVStoreConfig
 
 BLOCK_TOKENS = 16

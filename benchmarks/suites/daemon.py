@@ -7,24 +7,21 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.rows import Options, Row, Stopwatch, compared, interleaved
-from benchmarks.suites import daemon_load
+from benchmarks.suites import daemon_lmcache, daemon_load
 from benchmarks.suites.daemon_flood import flood_rows
+from benchmarks.suites.daemon_served import ROOT, Served, cut, moved
 from kvstore.daemon import DaemonTier
 from kvstore.host_tier.tier import HostTier
 from kvstore.identity import HashChain
 from kvstore.testing.transfer_contract import key_of
-from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode, Tier
+from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
 
-ROOT = Path(__file__).resolve().parents[2]
 _MOVED_BYTES = 64 << 20
 _BLOCK_BYTES = 2 << 20  # 16 tokens of an 8B model in bf16
 _LAYERS, _HEADS, _BLOCK_TOKENS, _DIM = 32, 8, 16, 128
@@ -37,6 +34,10 @@ _QUICK = 8
 _MOVE_NOTE = (
     "64 MiB in 32 copies, one transfer, wall time: daemon and client are two processes, frames are written with a "
     "checksum and every read checks what arrived. The baseline is one memmove of the 64 MiB."
+)
+_UNCHECKED_NOTE = (
+    "As store_raw_64MiB and retrieve_raw_64MiB, by a daemon with `checksums = false`: headers are checked, payload is "
+    "not. Never the default."
 )
 _INT4_NOTE = (
     "INT4 copies of 512 tokens of an 8B model (64 MiB of bf16) read from the daemon, checked and decoded to bf16. The "
@@ -53,38 +54,6 @@ _PROMPT_NOTE = (
     "the limit."
 )
 
-Bytes = npt.NDArray[np.uint8]
-
-
-class Served:
-    """`kvstore serve` while the suite runs."""
-
-    def __init__(self, host_bytes: int) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="kvstore-bench-")
-        self.path = f"{self.folder.name}/daemon.sock"
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", self.path, "--host-bytes", str(host_bytes)]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=kept)
-        assert self.process.stdout is not None
-        if "ready" not in self.process.stdout.readline():
-            raise RuntimeError("kvstore serve did not start; its error is above")
-
-    def __enter__(self) -> Served:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.folder.cleanup()
-
-    def on_core(self, core: int | None) -> None:
-        """Every thread of the daemon on one core, or on all."""
-        cores = {core} if core is not None else os.sched_getaffinity(0)
-        for thread in os.listdir(f"/proc/{self.process.pid}/task"):
-            os.sched_setaffinity(int(thread), cores)
-
 
 def rows(options: Options) -> Iterator[Row]:
     """Moves, lookups, prompts; then LMCache's daemon beside ours, where it is installed."""
@@ -99,28 +68,14 @@ def rows(options: Options) -> Iterator[Row]:
         small = [key_of(number, codec="small") for number in range(daemon_load.HASHES)]
         yield from flood_rows(options, served.path, tier, small)
         tier.close()
-    from benchmarks.suites import daemon_lmcache
-
+    with Served(512 << 20, checksums="false") as served:
+        tier = DaemonTier(served.path, timeout_seconds=10)
+        yield from _move_rows(options, tier, "_unchecked", _UNCHECKED_NOTE)
+        tier.close()
     yield from daemon_lmcache.rows(options)
 
 
-def moved(tier: Tier, items: Sequence[PutItem] | Sequence[GetItem]) -> float:
-    """Seconds of one transfer, which must succeed whole."""
-    submit = tier.submit_put if isinstance(items[0], PutItem) else tier.submit_get
-    watch = Stopwatch()
-    with watch:
-        submit(items)
-        (done,) = tier.poll()
-    if set(done.results) != {ResultCode.OK}:
-        raise RuntimeError(f"a transfer ended as {sorted(set(done.results))}: {tier.counters()}")
-    return watch.seconds
-
-
-def cut(memory: Bytes, size: int) -> list[Bytes]:
-    return [memory[at : at + size] for at in range(0, memory.nbytes, size)]
-
-
-def _move_rows(options: Options, tier: DaemonTier) -> Iterator[Row]:
+def _move_rows(options: Options, tier: DaemonTier, ending: str = "", note: str = _MOVE_NOTE) -> Iterator[Row]:
     total = _MOVED_BYTES // (_QUICK if options.quick else 1)
     source = np.random.default_rng(options.seed).integers(0, 256, total, dtype=np.uint8)
     target = np.zeros_like(source)
@@ -142,7 +97,7 @@ def _move_rows(options: Options, tier: DaemonTier) -> Iterator[Row]:
         return watch.seconds
 
     for name, ours in (("store_raw_64MiB", store), ("retrieve_raw_64MiB", retrieve)):
-        yield _rate_compared(name, options, ours, theirs, total, _MOVE_NOTE)
+        yield _rate_compared(name + ending, options, ours, theirs, total, note)
     if not np.array_equal(source, target):
         raise RuntimeError("what came back is not what was stored")
     tier.delete(keys)

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.peers import PeerProcess, peer_python
 from benchmarks.rows import Options, Row, compared, interleaved
-from benchmarks.suites.daemon import Served, cut, moved
+from benchmarks.suites.daemon_served import Served, cut, moved
 from kvstore.daemon import DaemonTier
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import GetItem, PutItem

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine_adapter.transformers_cache.rows import Row
 
 _BY_COLUMN = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids")
-_REFUSED = ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "input_values")
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "mm_encoder_outputs")
 _WHOLE_OUTPUT = ("labels", "output_hidden_states", "output_attentions")
 
 
@@ -47,10 +47,13 @@ class PassArguments:
             return 0
         return max(0, self.columns - wanted)
 
-    def cut(self, columns: int) -> None:
-        """Leave out the first `columns`."""
+    def cut(self, columns: int, media_to_come: bool) -> None:
+        """Leave out the first `columns`, and all media unless one is still to come."""
         if not columns:
             return
+        if not media_to_come:
+            for name in _MEDIA:
+                self.kwargs.pop(name, None)
         for name in _BY_COLUMN:
             if isinstance(found := self.kwargs.get(name), torch.Tensor) and found.shape[-1] == self.columns:
                 self.kwargs[name] = found[..., columns:]
@@ -59,16 +62,24 @@ class PassArguments:
         self.columns -= columns
 
 
-def read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], past: int, rows: Sequence[Row]) -> PassArguments:
-    """Check a call and take it apart. UsageError where the cache could not be right."""
+def read_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], past: int, rows: Sequence[Row], named_media: bool
+) -> PassArguments:
+    """Check a call and take it apart. UsageError where the cache could not be right. named_media: it knows of some."""
     kwargs = dict(kwargs)
     if args:
         if len(args) > 1 or "input_ids" in kwargs:
             raise UsageError("give the model its arguments by name; at most input_ids by position")
         kwargs["input_ids"] = args[0]
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
-            raise UsageError(f"{name}: this cache names KV by token ids alone, so it takes text only")
+    if kwargs.get("inputs_embeds") is not None:
+        raise UsageError("inputs_embeds: this cache names KV by token ids and media, so it needs input_ids")
+    brought = [name for name in _MEDIA if kwargs.get(name) is not None and kwargs[name] != {}]
+    if bool(brought) != (named_media and not rows):
+        raise UsageError(
+            f"the pass brings {', '.join(brought) or 'no media'}, and the cache was told of "
+            f"{'some' if named_media else 'none'}; expected cache(media=...) and the media themselves in the first "
+            "pass of a cache, and none later"
+        )
     ids = kwargs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
         raise UsageError("input_ids: expected a Tensor[rows, tokens] of at least one token")

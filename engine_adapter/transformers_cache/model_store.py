@@ -13,17 +13,18 @@ import hashlib
 import json
 import weakref
 from collections import deque
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allocator import ConfigError, GroupKind, IntegrityError, UsageError
+from allocator import ConfigError, IntegrityError, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
-from engine_adapter.model_geometry import geometry_from_config, refuse_model
+from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_model
 from engine_adapter.paged_cache import PagedCache
+from engine_adapter.paged_function import borrow, current_pass, give_back, refuse_latents
+from engine_adapter.request import other_identity
 from engine_adapter.transformers_cache.arguments import read_arguments
-from engine_adapter.transformers_cache.paged_function import ATTENTION_NAME, cache_attention, can_absorb, current_pass
 from engine_adapter.transformers_cache.passes import ForwardPass
 from engine_adapter.transformers_cache.rows import Rows
 from engine_adapter.transformers_cache.store_cache import StoreCache
@@ -32,8 +33,7 @@ from kvstore import Identity, KVStore, KVStoreConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allocator import KVGeometry
-    from kvstore.tier import Tier
+    from kvstore.identity import Media
 
 _NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -44,9 +44,10 @@ class ModelStore:
 
     model: a causal language model of transformers, in eval mode. config: memory, tiers and codec, as everywhere.
     paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
-    attention; until `close` the model then needs a cache of ours. weights: digest or revision of the weights; by
-    default a SHA-256 over all of them in memory and the model's config, once. adapter, tenant: see Identity. tiers:
-    instead of the config's.
+    attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the name
+    is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory and
+    the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
+    docs/how-to/transformers.md). adapter, tenant: see Identity.
 
     Raises ConfigError, naming the model, where reuse would be silently wrong.
     """
@@ -58,27 +59,30 @@ class ModelStore:
         *,
         block_tokens: int = 16,
         paged: bool = False,
+        name: str = "",
         weights: str | None = None,
         adapter: object = None,
         tenant: str | None = None,
-        tiers: Sequence[Tier] | None = None,
     ) -> None:
         self.model = model
-        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens, latent=True, sharing=not paged)
+        self.geometry = geometry_from_config(model.config, model.dtype, block_tokens)
+        self._sources = kv_sources(model.config)
         self._backend: AttentionBackend | None = None
         if paged:
             refuse_model(model)
-            _refuse_latents(model, self.geometry)
+            refuse_latents(model, self.geometry)
             self._backend = get_backend(None, str(model.device))
         self.identity = Identity(
-            model=type(model).__name__,
+            model=name or source_name(model),
             weights=weights or weights_in_memory(model),
             geometry=self.geometry,
             adapter=adapter,
             tenant=tenant,
         )
         self._refuse_unnamed_adapter(self.identity)
-        self.store = KVStore(self.geometry, self.identity, config, device=str(model.device), tiers=tiers)
+        self.store = KVStore(
+            self.geometry, self.identity, config, device=str(model.device), placeholder_ids=placeholders(model.config)
+        )
         if self.store.slab is None:
             raise ConfigError("the store has no device memory: give config.device_bytes")
         self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
@@ -86,30 +90,30 @@ class ModelStore:
         self._layer_count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self._caches: weakref.WeakSet[StoreCache] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
-        self._own_attention = str(model.config._attn_implementation)
         if paged:
-            from transformers import AttentionInterface
-
-            AttentionInterface.register(ATTENTION_NAME, cache_attention)
-            model.set_attn_implementation(ATTENTION_NAME)
+            borrow(model)
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
-    def cache(self, *, exact: bool = False, adapter: object = None, tenant: str | None = None) -> StoreCache:
+    def cache(
+        self,
+        *,
+        exact: bool = False,
+        adapter: object = None,
+        tenant: str | None = None,
+        media: Sequence[Sequence[Media]] = (),
+    ) -> StoreCache:
         """A fresh cache, for one call of `generate` or one conversation.
 
         exact: reuse only what was computed in full precision, and keep it so. adapter, tenant: others than the store's.
+        media: for each prompt the media whose placeholders it holds, which the model is given in its first pass.
         """
         self._end_dropped()
-        identity = None
-        if adapter is not None or tenant is not None:
-            identity = replace(
-                self.identity, adapter=adapter or self.identity.adapter, tenant=tenant or self.identity.tenant
-            )
+        identity = other_identity(self.identity, adapter, tenant)
         self._refuse_unnamed_adapter(identity or self.identity)
-        rows = Rows(self.store, self._paged, exact=exact, identity=identity)
+        rows = Rows(self.store, self._paged, exact=exact, identity=identity, media=media)
         cache = StoreCache(rows, self._windows, self._layer_count)
         self._caches.add(cache)
         ending = weakref.finalize(cache, self._dropped.append, rows)
@@ -124,7 +128,7 @@ class ModelStore:
         for hook in self._hooks:
             hook.remove()
         if self._hooks and self._backend is not None:
-            self.model.set_attn_implementation(self._own_attention)
+            give_back(self.model)
         self._hooks = []
         self.store.close()
 
@@ -161,9 +165,9 @@ class ModelStore:
         self._end_dropped()
         rows = cache.rows
         rows.settle()
-        given = read_arguments(args, kwargs, rows.columns, rows.rows)
+        given = read_arguments(args, kwargs, rows.columns, rows.rows, any(rows.media))
         if not rows.rows:
-            given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()))
+            given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()), rows.media_to_come)
         for row, pad in zip(rows.rows, given.pads, strict=True):
             if not row.ids:
                 row.pad = pad
@@ -171,7 +175,9 @@ class ModelStore:
         rows.begin_pass(tokens)
         fed = [len(part) for part in tokens]
         columns = (rows.columns, given.columns)
-        cache.running = ForwardPass(self.store, self._paged, rows.rows, fed, columns, self._backend)
+        cache.running = ForwardPass(self.store, self._paged, rows.rows, fed, columns, self._backend, self._sources)
+        if self._backend is not None:
+            current_pass.set(cache.running)
         return given.args, given.kwargs
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -189,16 +195,16 @@ class ModelStore:
         cache.rows.end_pass(step.new_columns)
 
 
-def _refuse_latents(model: Any, geometry: KVGeometry) -> None:
-    """ConfigError for a model with latents whose attention modules are not built as the absorbed form expects."""
-    if not any(group.kind is GroupKind.LATENT for group in geometry.groups):
-        return
-    modules = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
-    if not modules or not all(can_absorb(module) for module in modules):
-        raise ConfigError(
-            f"{type(model).__name__} keeps latents, and its attention is not built like DeepSeek's (kv_b_proj, "
-            "expand_kv): open its ModelStore with paged=False, which keeps latents too"
-        )
+def placeholders(config: Any) -> set[int]:
+    """Token ids that stand for media, as a config names them."""
+    names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+    found = {getattr(config, name, None) for name in names}
+    return {one for one in found if isinstance(one, int) and one >= 0}
+
+
+def source_name(model: Any) -> str:
+    """The last part of the folder or repository that the model was loaded from, as load_model and vLLM name it."""
+    return Path(getattr(model.config, "_name_or_path", "") or "").name or type(model).__name__
 
 
 def weights_in_memory(model: Any) -> str:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from allocator import ConfigError
-from engine_adapter.attention import AttentionBackend, AttentionSettings
+from allocator import ConfigError, GroupKind, UsageError
 from engine_adapter.batch import Int64Array, SequenceSlice, StepBatch
+from engine_adapter.paged_function import PagedPass
 
 if TYPE_CHECKING:
-    from allocator import GroupKind
+    from collections.abc import Mapping
+
+    from engine_adapter.attention import AttentionBackend
     from engine_adapter.paged_cache import PagedCache, RowIndex
     from engine_adapter.transformers_cache.rows import Row
     from kvstore import KVStore
@@ -39,10 +41,10 @@ class _Read:
     full: RowIndex | None
 
 
-class ForwardPass:
-    """rows: with the pass's tokens already counted in. fed: tokens of each row in this pass. columns: past ones.
+class ForwardPass(PagedPass):
+    """rows: with the pass's tokens already counted in. fed: tokens of each row in this pass. columns: past and new.
 
-    backend: of paged attention, None where the model attends by itself.
+    backend: of paged attention, None where the model attends by itself. sources: layers that reuse another's KV.
     """
 
     def __init__(
@@ -53,14 +55,13 @@ class ForwardPass:
         fed: list[int],
         columns: tuple[int, int],
         backend: AttentionBackend | None,
+        sources: Mapping[int, int],
     ) -> None:
-        self.cache = cache
+        super().__init__(cache, sources)
         self.past_columns, self.new_columns = columns
         self.reached: set[int] = set()
-        self.awaited: int | None = None  # layer whose attention comes next, in paged attention
-        self.settings: AttentionSettings | None = None  # of the last layer; most models have the same for all
-        self.latent: torch.Tensor | None = None  # of the awaited layer: Tensor[rows, 1, columns, latent and rope]
-        self.windows = tuple(group.window_tokens for group in cache.geometry.groups)
+        self._awaited: int | None = None  # layer whose attention comes next, in paged attention
+        self._latent: torch.Tensor | None = None  # of the awaited layer: Tensor[rows, 1, columns, latent and rope]
         self._batch = len(rows)
         alive = [(row, count) for row, count in zip(rows, fed, strict=True) if count]
         self.places = self._places(fed)
@@ -70,11 +71,10 @@ class ForwardPass:
             mapping = np.concatenate([part.slot_mappings[group] for part in slices])
             self._writes.append(cache.write_index(group, mapping))
         self.backend = backend
-        self.paged: tuple[Any, ...] | None = None
         self._reads: list[_Read | None] = []
         if backend is not None:
             batch = StepBatch(tuple(slices))
-            self.paged = tuple(backend.plan(cache, group, batch) for group in range(len(self.windows)))
+            self.plans = tuple(backend.plan(cache, group, batch) for group in range(len(self.windows)))
         else:
             tables = [None if row.sequence_id is None else store.tables(row.sequence_id) for row in rows]
             self._reads = [self._read(group, rows, tables) for group in range(len(self.windows))]
@@ -95,12 +95,21 @@ class ForwardPass:
             raise ConfigError(f"layer {layer} brings KV of {keys.dtype}; the store keeps {self.cache.dtype}")
         group, _ = self.cache.place(layer)
         self.cache.write(layer, self._writes[group], self.flat(keys), None if values is None else self.flat(values))
-        self.awaited, self.latent = layer, keys if values is None else None
+        self._awaited, self._latent = layer, keys if values is None else None
         if self.backend is not None or not self.past_columns:
             return keys, values
         read = self._reads[group]
         assert read is not None
         return self._gather(layer, read, keys, values)
+
+    def take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        if self._awaited != layer:
+            raise UsageError(f"layer {layer} attends, but has not updated the cache just before")
+        self._awaited = None
+        return self._latent
+
+    def reuse(self, layer: int) -> None:
+        """Nothing to do: the cache knows nothing of such layers."""
 
     def flat(self, states: torch.Tensor) -> torch.Tensor:
         """Tensor[rows, heads, columns, dim] -> Tensor[tokens, heads, dim], padding left out."""

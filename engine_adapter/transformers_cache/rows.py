@@ -21,6 +21,7 @@ from allocator import CannotRollback, CapacityError, UsageError
 if TYPE_CHECKING:
     from engine_adapter.paged_cache import PagedCache
     from kvstore import Identity, KVStore
+    from kvstore.identity import Media
 
 _numbers = itertools.count()
 _WAIT_SECONDS = 0.02
@@ -28,7 +29,10 @@ _WAIT_SECONDS = 0.02
 
 @dataclass(slots=True)
 class Row:
-    """pad: columns before its first token. ids: tokens fed, the pending ones included. reused: found in the store."""
+    """pad: columns before its first token. ids: tokens fed, the pending ones included. reused: found in the store.
+
+    media: their places count without the padding.
+    """
 
     pad: int = 0
     ids: list[int] = field(default_factory=list)
@@ -36,6 +40,7 @@ class Row:
     committed: int = 0
     reused: int = 0
     prefilled: bool = False
+    media: tuple[Media, ...] = ()
 
     @property
     def pending(self) -> list[int]:
@@ -45,11 +50,22 @@ class Row:
 class Rows:
     """All rows of one cache. `columns`: what transformers calls the cache's length, padding included."""
 
-    def __init__(self, store: KVStore, paged: PagedCache, *, exact: bool, identity: Identity | None) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        paged: PagedCache,
+        *,
+        exact: bool,
+        identity: Identity | None,
+        media: Sequence[Sequence[Media]] = (),
+    ) -> None:
+        """media: of each prompt; beams and several answers of a prompt are rows side by side."""
         self._store = store
         self._paged = paged
         self._exact = exact
         self._identity = identity
+        self.media = media
+        self.media_to_come = False  # some lie behind what was found in the store
         self._block_tokens = store.geometry.block_tokens
         self.rows: list[Row] = []
         self.columns = 0
@@ -74,7 +90,8 @@ class Rows:
                 self._store.rollback(row.sequence_id, len(pending))
                 del row.ids[row.committed :]
                 continue
-            self._store.commit(row.sequence_id, pending)
+            started = [one for one in row.media if row.committed <= one.start < len(row.ids)]
+            self._store.commit(row.sequence_id, pending, started)
             row.committed = len(row.ids)
             if not row.prefilled:
                 row.prefilled = True
@@ -88,7 +105,12 @@ class Rows:
         prompts: tokens of each row, padding left out. A batch is computed from one column on, so it reuses what its
         least lucky row can; the others give back what they have beyond.
         """
-        self.rows = [Row(pad) for pad in pads]
+        if self.media and len(pads) % len(self.media):
+            raise UsageError(f"media of {len(self.media)} prompts for a batch of {len(pads)} rows; expected one each")
+        share = len(pads) // max(1, len(self.media))
+        self.rows = [
+            Row(pad, media=tuple(self.media[at // share]) if self.media else ()) for at, pad in enumerate(pads)
+        ]
         try:
             return self._admit_all(prompts, most_columns)
         except BaseException:
@@ -102,6 +124,7 @@ class Rows:
             if prompt:
                 self._admit(row, prompt if most_columns > 0 else prompt[:1])
         column = max(0, min([most_columns, *(row.pad + len(row.ids) for row in self.rows if row.sequence_id)]))
+        column = self._clear_of_media(column)
         try:
             for row in self.rows:
                 self._keep(row, max(0, column - row.pad))
@@ -111,12 +134,18 @@ class Rows:
                 if prompt:
                     self._admit(row, prompt[:1])
             column = 0
+        self.media_to_come = any(row.pad + one.stop > column for row in self.rows for one in row.media)
         for row in self.rows:
             row.reused = len(row.ids)
         if not any(row.reused for row in self.rows):
             self.by_tier = {}
         self.columns = column
         return column
+
+    def _clear_of_media(self, column: int) -> int:
+        """The model is given all media of a batch or none, so computing begins behind the last or before the first."""
+        spans = [(row.pad + row.media[0].start, row.pad + row.media[-1].stop) for row in self.rows if row.media]
+        return column if all(column >= stop for _, stop in spans) else min(column, *(start for start, _ in spans))
 
     def begin_pass(self, tokens: Sequence[list[int]]) -> None:
         """Room for the next tokens of every row, or for none (CapacityError)."""
@@ -171,7 +200,7 @@ class Rows:
         for source in sources:
             row = self.rows[source]
             if source in taken:
-                row = Row(row.pad, list(row.ids), None, row.committed, row.reused, row.prefilled)
+                row = Row(row.pad, list(row.ids), None, row.committed, row.reused, row.prefilled, row.media)
                 parent = self.rows[source].sequence_id
                 if parent is not None:
                     row.sequence_id = _new_id()
@@ -198,9 +227,10 @@ class Rows:
     def _admit(self, row: Row, prompt: list[int]) -> None:
         store = self._store
         sequence_id = _new_id()
+        media = [one for one in row.media if one.start < len(prompt)]
         while True:
             try:
-                given = store.admit(sequence_id, prompt, exact=self._exact, identity=self._identity)
+                given = store.admit(sequence_id, prompt, exact=self._exact, identity=self._identity, media=media)
                 if not given.ask_again:
                     break
             except CapacityError as error:
@@ -270,7 +300,7 @@ class Rows:
             index = self._paged.write_index(group, store.slot_mapping(sequence_id, group, edge, count - edge))
             for layer, keys, values in layers:
                 self._paged.write(layer, index, keys, values)
-        store.commit(sequence_id, row.ids[edge:count])
+        store.commit(sequence_id, row.ids[edge:count], [one for one in row.media if edge <= one.start < count])
 
     def _read_tail(
         self, sequence_id: str, edge: int, count: int

@@ -16,7 +16,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from allocator import GroupKind, IntegrityError, UsageError
-from engine_adapter.transformers_cache.paged_function import current_pass
 from engine_adapter.transformers_cache.passes import ForwardPass
 
 if TYPE_CHECKING:
@@ -101,8 +100,6 @@ class StoreCache(Cache):  # type: ignore[misc] # untyped
         if layer_idx in step.reached:
             raise IntegrityError(f"layer {layer_idx} updates the cache twice in one pass")
         step.reached.add(layer_idx)
-        if step.paged is not None:
-            current_pass.set(step)
         if step.kind_of(layer_idx) is not GroupKind.LATENT:
             return step.update(layer_idx, key_states, value_states)
         both = torch.cat((key_states, value_states), -1)

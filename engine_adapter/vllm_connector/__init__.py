@@ -2,7 +2,7 @@
 
 vLLM loads `KVStoreConnector` by `kv_connector_module_path: "engine_adapter.vllm_connector"` (docs/how-to/vllm.md). The
 device tier is vLLM's own; this package names its blocks, copies them down when they are full, and loads them back.
-Only `connector` imports vLLM, when its class is first asked for.
+vLLM is imported when the class is first asked for.
 """
 
 from __future__ import annotations

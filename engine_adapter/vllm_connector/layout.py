@@ -1,8 +1,10 @@
 """Where vLLM's CPU backend keeps keys and values, and how store blocks are gathered from there and scattered to there.
 
 A layer's memory is `[blocks, heads, 2 * engine_block_tokens * dim]`: of one block and head first all K, channel by
-channel (`[dim, engine_block_tokens]`), then all V, token by token (`[engine_block_tokens, dim]`). A store block is
-`[layers, heads, (K, V), block_tokens, dim]`. numpy only; the caller sees to it that nobody else writes the pages.
+channel (`[dim, engine_block_tokens]`), then all V, token by token (`[engine_block_tokens, dim]`). Of MLA it is
+`[blocks, 1, engine_block_tokens, dim]`, one latent a token. A store block is `[layers, heads, (K, V), block_tokens,
+dim]`, a latent one `[layers, 1, block_tokens, dim]`. heads: those of this rank. numpy only; the caller sees to it that
+nobody else writes the pages.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """A cache group of the store in vLLM's memory; K and V have the same dim."""
+    """A cache group of the store in vLLM's memory; K and V have the same dim, or there is no V (is_latent)."""
 
     layers: tuple[LayerPages, ...]
     kv_heads: int
@@ -40,11 +42,16 @@ class GroupPages:
     block_tokens: int
     blocks_per_page: int
     item_bytes: int
+    is_latent: bool = False
 
     @property
     def block_bytes(self) -> int:
         """Of one store block over all layers."""
-        return len(self.layers) * self.kv_heads * 2 * self.block_tokens * self.dim * self.item_bytes
+        return len(self.layers) * self.kv_heads * self._parts * self.block_tokens * self.dim * self.item_bytes
+
+    @property
+    def _parts(self) -> int:
+        return 1 if self.is_latent else 2
 
     def is_there(self, tables: Tables, position: int) -> bool:
         """Whether the engine has a page for the store block at `position` in every layer's table."""
@@ -57,8 +64,11 @@ class GroupPages:
         """Store blocks, each by its request's tables and position, one behind the other into `target`."""
         blocks = self._blocks(target, len(places))
         for index, layer in enumerate(self.layers):
-            keys, values = self._pages(layer)
             page, inside = self._where(layer, places)
+            if self.is_latent:
+                blocks[:, index, :, 0] = self._latents(layer)[page, :, inside]
+                continue
+            keys, values = self._pages(layer)
             blocks[:, index, :, 0] = keys[page, :, :, inside].swapaxes(2, 3)
             blocks[:, index, :, 1] = values[page, :, inside]
 
@@ -66,15 +76,23 @@ class GroupPages:
         """The reverse: blocks that lie one behind the other in `source` to their pages."""
         blocks = self._blocks(source, len(places))
         for index, layer in enumerate(self.layers):
-            keys, values = self._pages(layer)
             page, inside = self._where(layer, places)
+            if self.is_latent:
+                self._latents(layer)[page, :, inside] = blocks[:, index, :, 0]
+                continue
+            keys, values = self._pages(layer)
             keys[page, :, :, inside] = blocks[:, index, :, 0].swapaxes(2, 3)
             values[page, :, inside] = blocks[:, index, :, 1]
 
     def _blocks(self, row: ByteRow, count: int) -> Values:
-        """[count, layers, heads, (K, V), block_tokens, dim]"""
+        """[count, layers, heads, (K, V), block_tokens, dim]; of latents with K alone."""
         words = row[: count * self.block_bytes].view(_WORDS[self.item_bytes])
-        return words.reshape(count, len(self.layers), self.kv_heads, 2, self.block_tokens, self.dim)
+        return words.reshape(count, len(self.layers), self.kv_heads, self._parts, self.block_tokens, self.dim)
+
+    def _latents(self, layer: LayerPages) -> Values:
+        """[pages, 1, blocks_per_page, block_tokens, dim]"""
+        words = layer.memory.view(_WORDS[self.item_bytes])
+        return words.reshape(-1, 1, self.blocks_per_page, self.block_tokens, self.dim)
 
     def _pages(self, layer: LayerPages) -> tuple[Values, Values]:
         """K [pages, heads, dim, blocks_per_page, block_tokens], V [pages, heads, blocks_per_page, block_tokens, dim]"""

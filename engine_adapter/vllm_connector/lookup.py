@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -21,11 +22,12 @@ from engine_adapter.vllm_connector.book import Found
 _LENGTH = struct.Struct("<I")
 _LIMIT_BYTES = 64 << 20
 _HASH_BYTES = 32
+_RESET_SECONDS = 30.0  # the tiers are emptied, and a remote one lets all hosts notice
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """epoch that the hashes are of; is_reset: begin a new epoch, and nothing else."""
+    """epoch that the hashes are of; is_reset: begin a new epoch, and nothing else; no hashes: the scales alone."""
 
     epoch: int = 0
     root: bytes = b""
@@ -35,69 +37,114 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
+    """As Found. problem: why a reset failed. scales: name of the scales of an FP8 cache."""
+
     blocks: int
     pending: bool
     epoch: int
+    lossy_at: int | None = None
     problem: str = ""
+    scales: str = ""
 
 
-def socket_name(engine_id: str) -> str:
-    return "\0kvstore-vllm-" + hashlib.sha256(engine_id.encode()).hexdigest()[:32]
+def socket_name(engine_id: str, rank: int = 0) -> str:
+    name = engine_id if rank == 0 else f"{engine_id} {rank}"
+    return "\0kvstore-vllm-" + hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 class LookupClient:
-    """Asks; a worker that does not answer in time has nothing. ConnectionError only from `reset`."""
+    """Asks the workers of all ranks; one that does not answer in time has nothing. ConnectionError not from `find`."""
 
-    def __init__(self, engine_id: str, timeout_seconds: float = 1.0) -> None:
-        self._name = socket_name(engine_id)
-        self._timeout_seconds = timeout_seconds
-        self._socket: socket.socket | None = None
+    def __init__(self, engine_id: str, ranks: int = 1, timeout_seconds: float = 1.0) -> None:
+        self._links = [_Link(socket_name(engine_id, rank), timeout_seconds) for rank in range(ranks)]
 
     def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
+        """What all ranks have."""
+        question = Question(epoch, root, b"".join(hashes), local_blocks)
         try:
-            answer = self._ask(Question(epoch, root, b"".join(hashes), local_blocks))
-        except (OSError, msgspec.MsgspecError):
-            self.close()
+            answers = [link.ask(question) for link in self._links]
+        except ConnectionError:
             return Found(0, False, epoch)
-        return Found(answer.blocks, answer.pending, answer.epoch)
+        lossy = [one.lossy_at for one in answers if one.lossy_at is not None]
+        return Found(
+            min(one.blocks for one in answers),
+            any(one.pending for one in answers),
+            max(one.epoch for one in answers),
+            min(lossy, default=None),
+        )
 
     def reset(self, epoch: int) -> int:
         """Begin a new epoch in all tiers; which one. ConnectionError with the reason where one was not reached."""
+        answers = [link.ask(Question(epoch, is_reset=True), _RESET_SECONDS) for link in self._links]
+        problems = [one.problem for one in answers if one.problem]
+        if problems:
+            raise ConnectionError(problems[0])
+        return max(one.epoch for one in answers)
+
+    def scales(self, patience_seconds: float = 10.0) -> str:
+        """The workers' name of their scales. ConnectionError where they have none or are not there in time."""
+        until = time.monotonic() + patience_seconds
+        while True:
+            try:
+                found = {link.ask(Question()).scales for link in self._links}
+            except ConnectionError:
+                if time.monotonic() > until:
+                    raise
+                found = set()
+            if found and "" not in found:
+                return ",".join(sorted(found))
+            if time.monotonic() > until:
+                raise ConnectionError("the worker does not know its scales")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+
+class _Link:
+    """A connection to one worker, made when it is first needed and anew after a failure."""
+
+    def __init__(self, name: str, timeout_seconds: float) -> None:
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._socket: socket.socket | None = None
+
+    def ask(self, question: Question, timeout_seconds: float | None = None) -> Answer:
+        """ConnectionError where there is no answer in time."""
         try:
-            answer = self._ask(Question(epoch, is_reset=True))
+            if self._socket is None:
+                self._socket = self._connected()
+            self._socket.settimeout(timeout_seconds or self._timeout_seconds)
+            _send(self._socket, msgspec.msgpack.encode(question))
+            return msgspec.msgpack.decode(_receive(self._socket), type=Answer)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
             raise ConnectionError(f"the worker did not answer ({error})") from error
-        if answer.problem:
-            raise ConnectionError(answer.problem)
-        return answer.epoch
+
+    def _connected(self) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.settimeout(self._timeout_seconds)
+        try:
+            link.connect(self._name)
+        except OSError:
+            link.close()
+            raise
+        return link
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _ask(self, question: Question) -> Answer:
-        if self._socket is None:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            link.settimeout(self._timeout_seconds)
-            try:
-                link.connect(self._name)
-            except OSError:
-                link.close()
-                raise
-            self._socket = link
-        _send(self._socket, msgspec.msgpack.encode(question))
-        return msgspec.msgpack.decode(_receive(self._socket), type=Answer)
-
 
 class LookupServer:
     """Answers on a thread of its own until `close`."""
 
-    def __init__(self, engine_id: str, answer: Callable[[Question, list[bytes]], Answer]) -> None:
+    def __init__(self, engine_id: str, answer: Callable[[Question, list[bytes]], Answer], rank: int = 0) -> None:
         self._answer = answer
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(socket_name(engine_id))
+        self._listener.bind(socket_name(engine_id, rank))
         self._listener.listen(2)
         self._links: list[socket.socket] = []
         threading.Thread(target=self._accept, name="kvstore-vllm-lookup", daemon=True).start()

@@ -18,6 +18,7 @@ from kvstore.config import KVStoreConfig
 if TYPE_CHECKING:
     from allocator import KVGeometry
     from kvstore.tier import Tier
+    from quant import BlockCodec
 
 TESTED = ((0, 32), (0, 33))
 """vLLM releases that this is tested with: from, and below."""
@@ -51,7 +52,7 @@ def read_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Conne
         value = own.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}; expected an int >= 1")
-    rest.setdefault("codec", "raw")
+    rest.setdefault("codec", "raw")  # answers stay what they are, unless somebody asks for smaller copies
     unknown = sorted(set(rest) - {one.name for one in fields(KVStoreConfig)})
     if unknown:
         raise ConfigError(
@@ -60,9 +61,12 @@ def read_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Conne
         )
     store = KVStoreConfig.from_mapping(rest, source="kv_connector_extra_config").with_environment(environ)
     settings = ConnectorSettings(store, **own)
-    if store.codec != "raw":
-        raise ConfigError(f"codec: got {store.codec!r}; expected raw, which is what this connector stores")
-    local = store.host_bytes or store.disk_path or store.redis_url
+    local = store.host_bytes or store.daemon_socket or store.disk_path or store.redis_url
+    if "://" in settings.daemon:
+        raise ConfigError(
+            f"kv_connector_extra_config: daemon is {settings.daemon!r}; expected the path of its socket, or 'default'; "
+            "a server's URL goes to redis_url"
+        )
     if not local and not settings.daemon:
         raise ConfigError(
             "kv_connector_extra_config: no tier is named; expected host_bytes, disk_path, redis_url or daemon"
@@ -102,7 +106,25 @@ def model_and_weights(settings: ConnectorSettings, model: str, revision: str | N
     return model if not settings.model else name, revision
 
 
-def make_tiers(settings: ConnectorSettings, geometry: KVGeometry) -> tuple[Tier, ...]:
+def make_codec(settings: ConnectorSettings, geometry: KVGeometry, ranks: int = 1) -> BlockCodec | None:
+    """The codec of cold copies, None for raw ones. ConfigError where this model's blocks do not fit it."""
+    from engine_adapter.vllm_connector.shards import shard_of
+    from kvstore.device_blocks import cold_slot_bytes
+    from kvstore.device_blocks import make_codec as cold_codec
+
+    if geometry.dtype.startswith("float8") and settings.store.codec != "raw":
+        raise ConfigError(f"codec: got {settings.store.codec!r} for a {geometry.dtype} cache; expected raw")
+    codec = cold_codec(settings.store.codec, settings.store.error_bound)
+    if codec is not None:
+        cold_slot_bytes(geometry, codec)
+    for group in geometry.groups:
+        shard_of(group.kv_heads, 0, ranks)
+    return codec
+
+
+def make_tiers(
+    settings: ConnectorSettings, geometry: KVGeometry, codec: BlockCodec | None = None, ranks: int = 1
+) -> tuple[Tier, ...]:
     """The tiers that the settings name, fast to slow."""
     from kvstore.frame.specs import geometry_specs
 
@@ -118,6 +140,15 @@ def make_tiers(settings: ConnectorSettings, geometry: KVGeometry) -> tuple[Tier,
     from allocator import ExtentLayout
     from kvstore.assembly import own_tiers
 
-    sizes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
-    layout = ExtentLayout(1 << 40, sizes, ())
+    if config.disk_path and ranks > 1:
+        raise ConfigError(
+            f"disk_path: got {config.disk_path!r} for {ranks} ranks; expected daemon, since a directory has one owner"
+        )
+    from kvstore.device_blocks import cold_slot_bytes
+
+    parts = [min(ranks, group.kv_heads) for group in geometry.groups]
+    sizes = tuple(geometry.full_slot_bytes(group) // part for group, part in enumerate(parts))
+    cold = cold_slot_bytes(geometry, codec) if codec is not None else ()
+    cold = tuple(size // part for size, part in zip(cold, parts, strict=False))
+    layout = ExtentLayout(1 << 40, sizes, cold)
     return own_tiers(geometry, config, layout, lambda cause: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -18,8 +17,12 @@ import typer
 from allocator.errors import ConfigError, KVError
 from kvstore import daemon as service  # its names load when they are used
 from kvstore.cli import json_target
+from kvstore.daemon.notify import NotifySocket, received
 
-_LONGEST_HOLD_SECONDS = 0.0001  # of Python's lock: a request must not wait for another one's 5 ms
+_LONGEST_HOLD_SECONDS = 0.00002  # of Python's lock: a request must not wait for another one's 5 ms
+_PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS = 29, 1000  # who waits for that lock wakes 50 us late by default
+
+_OPTIONS = {"socket_path": "socket"}  # others are called as their settings
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
@@ -40,6 +43,12 @@ def serve(  # noqa: PLR0913 - the options of a command
         str | None,
         typer.Option(metavar="PORT|HOST:PORT", help="Serve page, metrics, admin calls; a port: loopback."),
     ] = None,
+    keeper: Annotated[
+        bool,
+        typer.Option(
+            "--keeper", help="Run it under a process that starts it again when it ends, with the same shared memory."
+        ),
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Validate the settings, start nothing.")] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the settings in force; - is standard output.")
@@ -47,8 +56,9 @@ def serve(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Own one cache for all processes of this host: shared memory, disk and remote tier.
 
-    Settings come from --config, then the environment (KVSTORE_<KEY>, KVSTORE_DAEMON_<KEY>), then these flags. Exit
-    codes: 0 stopped and all written down, 1 could not start or not all was written, 2 bad settings.
+    With --keeper, and under systemd with FileDescriptorStoreMax=, shared memory outlives a daemon that is restarted or
+    killed. Settings come from --config, then the environment (KVSTORE_<KEY>, KVSTORE_DAEMON_<KEY>), then these flags.
+    Exit codes: 0 stopped and all written down, 1 could not start or not all was written, 2 bad settings.
     """
     if json_file is not None and (problem := json_target.cannot_write(json_file)):
         raise typer.BadParameter(problem, param_hint="--json")
@@ -72,7 +82,23 @@ def serve(  # noqa: PLR0913 - the options of a command
         if json_file != "-":
             print(f"kvstore serve: settings are good; socket {settings.socket_path}")
         raise typer.Exit(0)
+    if keeper:
+        raise typer.Exit(_keep(settings, config, flags))
     raise typer.Exit(_run(settings, config, flags))
+
+
+def _keep(settings: service.DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
+    from kvstore.daemon.keeper import Keeper
+
+    command = [sys.executable, "-m", "kvstore.cli", "serve"]
+    named = {"--config": config} | {f"--{_OPTIONS.get(name, name.replace('_', '-'))}": flags[name] for name in flags}
+    for option, value in named.items():
+        command += [] if value is None else [option, str(value)]
+    try:
+        return Keeper(settings, command).run()
+    except KVError as error:
+        print(f"kvstore serve: {error}", file=sys.stderr)
+        return 1
 
 
 def _steady_heap() -> None:
@@ -85,7 +111,10 @@ def _steady_heap() -> None:
 
 
 def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
+    found = received(os.environ)
+    notify = NotifySocket.from_environ(os.environ)
     sys.setswitchinterval(_LONGEST_HOLD_SECONDS)
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK_NANOSECONDS), 0, 0, 0)
     _steady_heap()
     stop = threading.Event()
     reload = threading.Event()
@@ -94,15 +123,16 @@ def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str,
     signal.signal(signal.SIGHUP, lambda *_: reload.set())
     with ExitStack() as running:
         try:
-            daemon = service.Daemon(settings)
+            daemon = service.Daemon(settings, notify=notify, found=found)
             running.callback(daemon.stop)
             daemon.start()
             url = _serve_http(daemon, lambda: _reload(daemon, config, flags), running) if settings.http else ""
         except KVError as error:
             print(f"kvstore serve: {error}", file=sys.stderr)
             return 1
+        _say_what_was_taken_over(daemon)
         print(f"kvstore serve: ready on {settings.socket_path}{url and f', {url}'}", flush=True)
-        _notify("READY=1")
+        _tell(notify, "READY=1")
         while not stop.wait(0.2):
             if reload.is_set():
                 reload.clear()
@@ -110,7 +140,7 @@ def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str,
                     _reload(daemon, config, flags)
                 except ConfigError as error:
                     print(f"kvstore serve: settings not read again: {error}", file=sys.stderr)
-        _notify("STOPPING=1")
+        _tell(notify, "STOPPING=1")
         drained = daemon.stop()
     if not drained:
         print("kvstore serve: stopped before all copies were written down", file=sys.stderr)
@@ -130,15 +160,21 @@ def _serve_http(daemon: service.Daemon, reload: Callable[[], None], running: Exi
     return server.url
 
 
-def _notify(message: str) -> None:
-    """Tell a service manager (systemd's protocol), where one listens."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
+def _say_what_was_taken_over(daemon: service.Daemon) -> None:
+    report = daemon.stats()["handover"]
+    if report is None:
         return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.sendto(message.encode(), address)
-        except OSError as error:
-            print(f"kvstore serve: the service manager was not told ({error.strerror})", file=sys.stderr)
+    if report["refused"]:
+        print(f"kvstore serve: the shared memory that was kept is not ours ({report['refused']}): dropped", flush=True)
+    elif report["segments"] or report["dropped"]:
+        lost = ", ".join(f"{count} {cause}" for cause, count in report["dropped"].items())
+        print(
+            f"kvstore serve: took over {report['copies']} copies ({report['copy_bytes']} bytes) in "
+            f"{report['segments']} segments in {report['seconds']:.3f} s{lost and f'; not taken: {lost}'}",
+            flush=True,
+        )
+
+
+def _tell(notify: NotifySocket | None, message: str) -> None:
+    if notify is not None and not notify.tell(message):
+        print(f"kvstore serve: the service manager was not told {message}", file=sys.stderr)

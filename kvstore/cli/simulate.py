@@ -59,6 +59,7 @@ _TierDollars = Annotated[
 ]
 _Admission = Annotated[str, typer.Option(help="What enters remote: reuse, everything (a store's spill_policy).")]
 _FetchDeadline = Annotated[float, typer.Option(help="Seconds after which a fetch is given up and computed.")]
+_TenantPercent = Annotated[float, typer.Option(help="Most of a device for one tenant's blocks, in %; 0: no quota.")]
 _Price = Annotated[str, typer.Option(help="uniform, or cost: what losing a block costs weighs its hits.")]
 _BytesPerToken = Annotated[int, typer.Option(help="Of raw KV, all layers.")]
 _PrefillRate = Annotated[float, typer.Option(help="Tokens a second of a short prompt's prefill.")]
@@ -85,7 +86,8 @@ def simulate(  # noqa: PLR0913 - the options of a command
     tier_dollars: _TierDollars = None,
     admission: _Admission = "reuse",
     fetch_deadline: _FetchDeadline = 1.0,
-    price: _Price = "uniform",
+    tenant_percent: _TenantPercent = 0.0,
+    price: _Price = "cost",
     bytes_per_token: _BytesPerToken = 131_072,
     prefill_rate: _PrefillRate = 8_000.0,
     gpu_dollars_per_hour: _GpuDollarsPerHour = 2.5,
@@ -127,6 +129,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
                 price=price,
                 admission=admission,
                 fetch_deadline_seconds=fetch_deadline,
+                tenant_percent=tenant_percent,
                 costs=costs,
                 **capacity,
                 **below,

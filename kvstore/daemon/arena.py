@@ -18,103 +18,37 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from allocator.errors import IntegrityError
-from kvstore.copy_index import CopyEntry, CopyIndex
+from kvstore.copy_index import CopyIndex
 from kvstore.copy_key import CopyKey
 from kvstore.daemon.protocol import Place
+from kvstore.daemon.slots import ArenaEntry, ArenaSegment, SegmentHolder, Tenant, slot_size, stored_event
 from kvstore.daemon.tally import RecentlyEvicted
-from kvstore.events import BlockRemoved, BlockStored
+from kvstore.events import BlockRemoved
 
 if TYPE_CHECKING:
     from kvstore.daemon.forms import Form
-    from kvstore.daemon.holder import Holder
-    from kvstore.daemon.segments import SegmentMemory
+    from kvstore.daemon.ledger import Ledger
     from kvstore.events import EventStream
-    from kvstore.tier import ByteRow
 
 _MOST_RECALLS = 2  # under way at a time
 
 
-def slot_size(frame_bytes: int) -> int:
-    """Slot bytes of a frame: at most 1/128 larger, so that frames of nearly one size share segments."""
-    step = max(64, 1 << max(0, frame_bytes.bit_length() - 8))
-    return -(-frame_bytes // step) * step or step
-
-
-def stored_event(entry: ArenaEntry) -> BlockStored:
-    """What listeners are told of a copy."""
-    key = entry.key
-    block_tokens = entry.form.block_tokens
-    return BlockStored("host", key.group, (key.hash,), entry.parent, key.codec, key.exact, block_tokens)
-
-
-class Tenant:
-    """Whose copies these are within a domain. quota_bytes 0: no limit of its own."""
-
-    __slots__ = ("counts", "name", "quota_bytes", "used_bytes")
-
-    def __init__(self, name: str, quota_bytes: int = 0) -> None:
-        self.name = name
-        self.quota_bytes = quota_bytes
-        self.used_bytes = 0
-        self.counts: Counter[str] = Counter()
-
-
-class ArenaSegment:
-    """A segment and its slots. `number` is never used twice; holder None: nobody may write."""
-
-    __slots__ = ("entries", "free_offsets", "holder", "is_recalled", "memory", "newest_tick", "number", "slot_bytes")
-
-    def __init__(self, number: int, memory: SegmentMemory) -> None:
-        self.number = number
-        self.memory = memory
-        self.holder: Holder | None = None
-        self.slot_bytes = 0
-        self.free_offsets: list[int] = []
-        self.entries: set[ArenaEntry] = set()
-        self.newest_tick = 0
-        self.is_recalled = False
-
-    @property
-    def needs_recall(self) -> bool:
-        """A client may have it mapped for writing."""
-        return self.holder is not None and self.holder.is_remote
-
-    @property
-    def may_be_emptied(self) -> bool:
-        return not self.is_recalled and all(entry.is_linked and not entry.is_fenced for entry in self.entries)
-
-
-class ArenaEntry(CopyEntry):
-    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says. is_offered: tiers below
-    have it, or it is on its way there."""
-
-    __slots__ = ("form", "generation", "is_offered", "offset", "segment", "shelf", "tenant")
-
-    def __init__(self, key: CopyKey, parent: bytes | None, frame_bytes: int, segment: ArenaSegment) -> None:
-        super().__init__(key, parent, frame_bytes, segment.slot_bytes)
-        self.segment = segment
-        self.offset = segment.free_offsets.pop()
-        self.generation = 0
-        self.is_offered = False
-        self.shelf = 0
-        self.form: Form
-        self.tenant: Tenant
-
-    @property
-    def memory(self) -> ByteRow:
-        """The frame, where it lies."""
-        return self.segment.memory.memory[self.offset : self.offset + self.size_bytes]
-
-
 class ArenaIndex(CopyIndex[ArenaEntry]):
     """See the module. take_segment: a fresh one from the daemon's budget, or None. events: told which blocks have a
-    copy here, whatever its form."""
+    copy here, whatever its form. ledger: told what a successor must know, under `domain`."""
 
     def __init__(
-        self, segment_bytes: int, take_segment: Callable[[], ArenaSegment | None], events: EventStream | None = None
+        self,
+        segment_bytes: int,
+        take_segment: Callable[[], ArenaSegment | None],
+        events: EventStream | None = None,
+        *,
+        domain: str = "",
+        ledger: Ledger | None = None,
     ) -> None:
         super().__init__()
         self._events = events
+        self.domain, self._ledger = domain, ledger
         self.segment_bytes = segment_bytes
         self.segments: dict[int, ArenaSegment] = {}
         self.tenants: dict[str, Tenant] = {}
@@ -141,12 +75,16 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
 
     def publish(self, entry: ArenaEntry) -> None:
         super().publish(entry)
+        if self._ledger is not None:
+            self._ledger.keep(entry)
         block = entry.block
         if self._events is not None and self._events.has_subscribers and block is not None and len(block.copies) == 1:
             self._events.publish(stored_event(entry))
 
     def unlink(self, entry: ArenaEntry) -> None:
         block = entry.block
+        if self._ledger is not None:
+            self._ledger.drop(entry)  # before its slot can be anybody's
         super().unlink(entry)
         if self._events is not None and self._events.has_subscribers and block is not None and not block.copies:
             key = entry.key
@@ -161,11 +99,13 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
     def touch(self, entry: ArenaEntry) -> None:
         super().touch(entry)
         entry.segment.newest_tick = self._tick
+        if self._ledger is not None:
+            self._ledger.touch(entry)
 
     # reserve ---------------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, holder: Holder, form: Form, key: CopyKey, frame_bytes: int, parent: bytes | None
+        self, holder: SegmentHolder, form: Form, key: CopyKey, frame_bytes: int, parent: bytes | None
     ) -> ArenaEntry | Place:
         """A slot that `holder` may write, evicting as needed; Place says why there is none."""
         size, tenant = slot_size(frame_bytes), self.tenant(form.tenant)
@@ -180,18 +120,43 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         while (segment := self._segment_with_room(holder, size)) is None:
             if not self._make_room(holder, tenant, size):
                 return Place.FULL
-        entry = ArenaEntry(key, parent, frame_bytes, segment)
+        entry = ArenaEntry(key, parent, frame_bytes, segment, segment.free_offsets.pop())
         if not segment.free_offsets:
             del self._open[holder.number, size][segment.number]
-        entry.generation, entry.tenant, entry.form = self.generation, tenant, form
-        entry.shelf = self._shelf(holder, size, tenant)
-        segment.entries.add(entry)
-        self.occupy(entry)
-        tenant.used_bytes += size
-        self.codec_bytes[key.codec] += size
+        self._settle(entry, holder, form)
         return entry
 
-    def _segment_with_room(self, holder: Holder, size: int) -> ArenaSegment | None:
+    def _settle(self, entry: ArenaEntry, holder: SegmentHolder, form: Form) -> None:
+        """It has its slot: count it, fenced until it is published or abandoned."""
+        size, tenant = entry.slot_bytes, self.tenant(form.tenant)
+        entry.generation, entry.tenant, entry.form = self.generation, tenant, form
+        entry.shelf = self._shelf(holder, size, tenant)
+        entry.segment.entries.add(entry)
+        self.occupy(entry)
+        tenant.used_bytes += size
+        self.codec_bytes[entry.key.codec] += size
+
+    # taken over from an earlier daemon -------------------------------------------------------------------------------
+
+    def take_over_segment(self, segment: ArenaSegment, slot_bytes: int, holder: SegmentHolder | None) -> None:
+        """One with slots of this size, all of them taken for used. holder: who may still write there."""
+        self.segments[segment.number] = segment
+        segment.slot_bytes, segment.holder = slot_bytes, holder
+        if holder is not None:
+            holder.segments.add(segment)
+
+    def take_over(self, entry: ArenaEntry, holder: SegmentHolder, form: Form) -> None:
+        """A copy of such a segment, newest last. holder: on whose shelf it is."""
+        self._settle(entry, holder, form)
+        self.publish(entry)
+
+    def end_take_over(self) -> None:
+        """Segments in which nothing was found are free."""
+        for segment in list(self.segments.values()):
+            self._free_if_empty(segment)
+        self._tidy_shelves()
+
+    def _segment_with_room(self, holder: SegmentHolder, size: int) -> ArenaSegment | None:
         open_segments = self._open.get((holder.number, size))
         if open_segments:
             return next(iter(open_segments.values()))
@@ -202,7 +167,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         self._assign(segment, holder, size)
         return segment
 
-    def _make_room(self, holder: Holder, tenant: Tenant, size: int) -> bool:
+    def _make_room(self, holder: SegmentHolder, tenant: Tenant, size: int) -> bool:
         """Evict something, so that a slot of `holder` or a segment comes free. False: nothing may go now."""
         own = self._fair_oldest(holder, tenant, size)
         cold = self._coldest_segment(holder, size, None if own is None else own.tick)
@@ -217,7 +182,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
             self._evict(own)
         return own is not None
 
-    def _fair_oldest(self, holder: Holder, tenant: Tenant, size: int) -> ArenaEntry | None:
+    def _fair_oldest(self, holder: SegmentHolder, tenant: Tenant, size: int) -> ArenaEntry | None:
         """Of the holder's slots of this size: the oldest of who is over its share or asks itself, else the oldest."""
         shelves = self._shelves.get((holder.number, size), {}).values()
         found = [entry for shelf in shelves if (entry := self._oldest(shelf)) is not None]
@@ -230,7 +195,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         found = [entry for shelf in shelves if (entry := self._oldest(shelf)) is not None]
         return min(found, key=lambda entry: entry.tick, default=None)
 
-    def _coldest_segment(self, holder: Holder, size: int, before_tick: int | None) -> ArenaSegment | None:
+    def _coldest_segment(self, holder: SegmentHolder, size: int, before_tick: int | None) -> ArenaSegment | None:
         best, best_tick = None, before_tick
         for segment in self.segments.values():
             if segment.holder is holder and segment.slot_bytes == size:
@@ -281,15 +246,18 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         """It leaves the arena. Only for one that is free."""
         self._free_segments.remove(segment)
         del self.segments[segment.number]
+        if self._ledger is not None:
+            self._ledger.drop_segment(segment.row)
 
     def is_free(self, segment: ArenaSegment) -> bool:
         return segment in self._free_segments
 
-    def _assign(self, segment: ArenaSegment, holder: Holder, size: int) -> None:
+    def _assign(self, segment: ArenaSegment, holder: SegmentHolder, size: int) -> None:
         segment.holder, segment.slot_bytes, segment.is_recalled = holder, size, False
         segment.free_offsets = [slot * size for slot in reversed(range(self.segment_bytes // size))]
         self._open.setdefault((holder.number, size), {})[segment.number] = segment
         holder.segments.add(segment)
+        self._write_down(segment)
 
     def _close_for_writing(self, segment: ArenaSegment) -> None:
         """No more slots of it are handed out."""
@@ -301,7 +269,12 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         if segment.holder is not None:
             segment.holder.segments.discard(segment)
         segment.holder, segment.is_recalled = None, False
+        self._write_down(segment)
         self._free_if_empty(segment)
+
+    def _write_down(self, segment: ArenaSegment) -> None:
+        if self._ledger is not None:
+            self._ledger.keep_segment(segment, self.domain)
 
     def _free_if_empty(self, segment: ArenaSegment) -> None:
         if segment.holder is None and not segment.entries and segment.number in self.segments:
@@ -327,7 +300,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
 
     # candidates, by holder, slot size and tenant ---------------------------------------------------------------------
 
-    def _shelf(self, holder: Holder, size: int, tenant: Tenant) -> int:
+    def _shelf(self, holder: SegmentHolder, size: int, tenant: Tenant) -> int:
         by_tenant = self._shelves.setdefault((holder.number, size), {})
         shelf = by_tenant.get(tenant.name)
         if shelf is None:
@@ -346,7 +319,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
             heap[:] = [item for item in heap if item[2].is_linked]
             heapq.heapify(heap)
 
-    def forget_holder(self, holder: Holder) -> None:
+    def forget_holder(self, holder: SegmentHolder) -> None:
         """A holder is gone: its empty shelves go; what it published stays on the others."""
         for name in [name for name in self._shelves if name[0] == holder.number]:
             self._open.pop(name, None)

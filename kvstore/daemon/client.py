@@ -317,10 +317,10 @@ class DaemonTier(QueuedTier):
         leases = [granted[index][3] for index in writing]
         self.link.begin_writes(segments)
         try:
-            memory = self.link.memory(segments, writable=True)
+            memory, checks = self.link.memory(segments, writable=True), self.link.checks
             for index in writing:
                 _, segment, offset, _ = granted[index]
-                forms[index].write(jobs[index].key, memory[segment], offset, jobs[index].rows)
+                forms[index].write(jobs[index].key, memory[segment], offset, jobs[index].rows, checks)
         except BaseException:
             self.link.tell(partial(protocol.Abandon, leases=leases))
             raise
@@ -364,10 +364,14 @@ class DaemonTier(QueuedTier):
                 hashes=b"".join([jobs[place].key.hash for place in places]),
                 payload_bytes=[jobs[place].size_bytes for place in places],
             )
+            asked_seconds, session = time.monotonic(), self.link.session
             answer = self.link.call(request, protocol.Places)
             found = list(zip(places, PLACE.iter_unpack(answer.places), strict=True))
             try:
                 self._read(jobs, [one for one in found if one[1][0] == Place.GRANTED], results)
+                if self.link.is_unsure(asked_seconds, session):
+                    for place, _ in found:
+                        results[place] = ResultCode.MISS
             finally:
                 if answer.lease:
                     self.link.tell(partial(protocol.Release, leases=[answer.lease]))
@@ -383,7 +387,7 @@ class DaemonTier(QueuedTier):
     def _read(self, jobs: Sequence[Job], found: list[tuple[int, tuple[Any, ...]]], results: list[ResultCode]) -> None:
         if not found:
             return
-        memory = self.link.memory([one[1] for _, one in found], writable=False)
+        memory, checks = self.link.memory([one[1] for _, one in found], writable=False), self.link.checks
         suspects: list[CopyKey] = []
         for place, (_, segment, offset, frame_bytes) in found:
             job = jobs[place]
@@ -392,7 +396,7 @@ class DaemonTier(QueuedTier):
                 self._count("size_mismatch")
                 results[place] = ResultCode.CORRUPT
                 continue
-            fault = form.read(job.key, memory[segment][offset : offset + frame_bytes], job.rows)
+            fault = form.read(job.key, memory[segment][offset : offset + frame_bytes], job.rows, checks)
             results[place] = ResultCode.OK if fault is None else ResultCode.CORRUPT
             if fault is not None:
                 self._count(f"corrupt_{fault}")

@@ -13,22 +13,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import TYPE_CHECKING
 
 from allocator.errors import TierError
-from kvstore.daemon.arena import ArenaIndex, ArenaSegment, stored_event
+from kvstore.daemon.arena import ArenaIndex
 from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier, taken_out
 from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
-from kvstore.daemon.segment_pool import SegmentPool
+from kvstore.daemon.segment_pool import MAKING_SECONDS, SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.slots import ArenaSegment, stored_event
 from kvstore.daemon.spilling import Spilling
 from kvstore.daemon.tally import Tally
+from kvstore.daemon.tell_tale import TellTales
 from kvstore.events import Event, EventStream
 from kvstore.frame.parsing import FrameFault
 from kvstore.tier import Tier
+
+if TYPE_CHECKING:
+    from kvstore.daemon.handover import Handover
 
 
 class RefusedError(Exception):
@@ -40,7 +46,8 @@ class RefusedError(Exception):
 
 
 class Core:
-    """See the module. lowers: tiers below, fast to slow; this object drives and closes them."""
+    """See the module. lowers: tiers below, fast to slow; this object drives and closes them. handover: shared memory
+    outlives this object there, and begins with what was found."""
 
     def __init__(
         self,
@@ -48,31 +55,36 @@ class Core:
         lowers: Sequence[Tier] = (),
         known_forms: KnownForms | None = None,
         clock: Callable[[], float] = time.monotonic,
+        handover: Handover | None = None,
     ) -> None:
         self.settings = settings
         self.clock = clock
         self.known_forms = KnownForms() if known_forms is None else known_forms
         self.boot = os.urandom(16)
         self.lock = threading.Lock()
-        self.pool = SegmentPool(settings.store.host_bytes, settings.segment_bytes, SegmentMemory)
+        self.tell_tales = TellTales()
+        self.handover = handover
+        make, forget = (SegmentMemory, None) if handover is None else (handover.make, handover.forget)
+        self.pool = SegmentPool(settings.store.host_bytes, settings.segment_bytes, make, forget)
         self.book = LeaseBook(settings.lease_seconds, settings.write_lease_seconds)
         self.arenas: dict[str, ArenaIndex] = {}
         self.counts: Counter[str] = Counter()
         self.tally = Tally()
         self.holders: dict[int, Holder] = {}
         self.quotas = dict(settings.tenant_quotas)
-        self._numbers = count(1)
+        self.numbers = count(1)  # of holders
         self._daemons: dict[str, Holder] = {}
         self.events = EventStream()  # of the own domain's arena
-        self.epochs = DomainEpochs(lowers, self.events.begin_epoch)
+        self.epochs = DomainEpochs(lowers, self.events.begin_epoch, handover)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
-        self.lowers = [LowerTier(tier, self.lock, queue_bytes) for tier in lowers]
+        self.lowers = [LowerTier(tier, self.lock, queue_bytes, settings.checks) for tier in lowers]
         self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
-        self._closed = False
+        if handover is not None:
+            handover.take_over(self)
+        self._made = threading.Condition(self.lock)
         self.pool.make_first()
-        self._preparer = threading.Thread(target=self._prepare_segments, name="kvstore-segments", daemon=True)
-        self._preparer.start()
+        self._preparer = self.pool.prepare(self._made, self._prepare, all_of_it=settings.store.host_prefault)
 
     # who is there ----------------------------------------------------------------------------------------------------
 
@@ -81,20 +93,21 @@ class Core:
         found = self.arenas.get(domain)
         if found is None:
             events = None if domain else self.events
-            found = self.arenas[domain] = ArenaIndex(self.settings.segment_bytes, self._take_segment, events)
-            self._daemons[domain] = Holder(next(self._numbers), found)
+            ledger, size = None if self.handover is None else self.handover.ledger, self.pool.segment_bytes
+            found = self.arenas[domain] = ArenaIndex(size, self.pool.take, events, domain=domain, ledger=ledger)
+            self._daemons[domain] = Holder(next(self.numbers), found)
             for name, quota in self.quotas.items():
                 found.tenant(name).quota_bytes = quota
         return found
 
     def stranger(self, domain: str, name: str) -> Holder:
         """A holder that is no client: an operator's pins. Under the lock."""
-        return Holder(next(self._numbers), self.arena(domain), name)
+        return Holder(next(self.numbers), self.arena(domain), name)
 
     def join(self, name: str, uid: int, pid: int, pid_fd: int) -> Holder:
         with self.lock:
             arena = self.arena(self.settings.domain_of(uid))
-            holder = Holder(next(self._numbers), arena, name, uid, pid, is_remote=True, pid_fd=pid_fd)
+            holder = Holder(next(self.numbers), arena, name, is_remote=True, uid=uid, pid=pid, pid_fd=pid_fd)
             holder.token = os.urandom(16)
             self.holders[holder.number] = holder
             return holder
@@ -239,7 +252,8 @@ class Core:
             raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} write leases")
         arena, now = holder.arena, self.clock()
         places, refused = [], 0
-        with self.lock:
+        with self._made:
+            self._made.wait_for(lambda: not self.pool.is_making_last, MAKING_SECONDS)
             evicted = arena.counts["evicted"]
             for hash, parent, frame_bytes in zip(hashes, parents, sizes, strict=True):
                 key = form.key(hash)
@@ -329,7 +343,7 @@ class Core:
                     entry.reader_count += 1
             if entry is None:
                 continue
-            found = taken_out(entry)
+            found = taken_out(entry, checks=self.settings.checks(form.domain))
             with self.lock:
                 if isinstance(found, FrameFault):
                     self.counts[f"corrupt_{found}"] += 1
@@ -382,9 +396,6 @@ class Core:
             capacity = self.pool.limit * self.settings.segment_bytes
             return arena.used_bytes, capacity, recalled, list(arena.segments)
 
-    def _take_segment(self) -> ArenaSegment | None:
-        return self.pool.take()
-
     def _shed_for(self, arena: ArenaIndex) -> None:
         """An arena below its share of the budget is full: the largest one gives up its coldest segment."""
         with self.lock:
@@ -405,20 +416,6 @@ class Core:
                 self.pool.renew(segment)
                 self.counts["segments_shed"] += 1
 
-    def _prepare_segments(self) -> None:
-        """Reserve memory ahead of its use, in the background."""
-        while not self._closed:
-            with self.lock:
-                wanted = self.settings.store.host_prefault or len(self.pool.ready) < 1
-                may = wanted and self.pool.begin_make()
-            if may:
-                memory = self.pool.make()
-                with self.lock:
-                    self.pool.finish_make(memory)
-                continue
-            self._prepare.wait(0.5)
-            self._prepare.clear()
-
     # time ------------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -430,10 +427,11 @@ class Core:
         """Drain and close the lower tiers, give the memory back; whether all was written down."""
         until = time.monotonic() + drain_seconds
         drained = all([lower.drain(until) for lower in self.lowers])
-        self._closed = True
+        self.pool.stop()
         self._prepare.set()
         self._preparer.join()
         self.epochs.close()
+        self.tell_tales.close()
         for lower in self.lowers:
             try:
                 lower.close()
@@ -442,8 +440,9 @@ class Core:
         with self.lock:
             for holder in list(self.holders.values()):
                 self._forget(holder)
-            self.pool.close()
-            for arena in self.arenas.values():
-                for segment in arena.segments.values():
-                    segment.memory.close()
+            if self.handover is not None:
+                self.handover.close()
+            used = [one.memory for arena in self.arenas.values() for one in arena.segments.values()]
+            for memory in [*self.pool.ready, *used]:
+                memory.close() if self.handover is None else memory.let_go()  # whoever keeps it has it all
         return drained

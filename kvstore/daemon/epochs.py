@@ -14,6 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from allocator.errors import TierError
 from kvstore.daemon.segments import PAGE_BYTES, SegmentMemory
@@ -25,10 +27,17 @@ _ROUNDS = 3  # a tier that others share may answer with a larger epoch than it w
 
 
 class DomainEpoch:
-    """See the module. tiers: that keep it; refusal: why a reset does not hold, "" where it does; on_rise: is told."""
+    """See the module. tiers: that keep it; refusal: why a reset does not hold, "" where it does; on_rise: is told;
+    first: the one to begin with; write_down: is told before any client can see it."""
 
     def __init__(
-        self, tiers: Sequence[Tier] = (), refusal: str = "", on_rise: Callable[[int], None] | None = None
+        self,
+        tiers: Sequence[Tier] = (),
+        refusal: str = "",
+        on_rise: Callable[[int], None] | None = None,
+        *,
+        first: int = 0,
+        write_down: Callable[[int], None] | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._tiers = [tier for tier in tiers if type(tier).seen_epoch is not Tier.seen_epoch]
@@ -37,6 +46,9 @@ class DomainEpoch:
         self._lock = threading.Lock()
         self._page = SegmentMemory(PAGE_BYTES)
         self._words = self._page.memory.data.cast("q")
+        self._write_down = write_down
+        if first:
+            self._set(first)
         self._owed = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -94,6 +106,8 @@ class DomainEpoch:
             return True
 
     def _set(self, epoch: int) -> None:
+        if self._write_down is not None:
+            self._write_down(epoch)
         self._words[0] = epoch
         if self._on_rise is not None:
             self._on_rise(epoch)
@@ -127,21 +141,38 @@ class DomainEpoch:
                 again = time.monotonic() + _AGAIN_SECONDS if self._owed else 0.0
 
 
-class DomainEpochs:
-    """The epochs of one daemon, by trust domain. own: tiers of the domain "", the daemon's own user's."""
+class KeptEpochs(Protocol):
+    """Where epochs outlive the daemon without a tier."""
 
-    def __init__(self, tiers: Sequence[Tier], on_rise: Callable[[int], None] | None = None) -> None:
+    def read_epoch(self, domain: str) -> int: ...
+
+    def write_epoch(self, domain: str, epoch: int) -> None: ...
+
+
+class DomainEpochs:
+    """The epochs of one daemon, by trust domain. tiers: of the domain "", the daemon's own user's."""
+
+    def __init__(
+        self, tiers: Sequence[Tier], on_rise: Callable[[int], None] | None = None, kept: KeptEpochs | None = None
+    ) -> None:
+        self._kept = kept
         names = ", ".join(tier.name for tier in tiers)
         self._refusal = f"only the daemon's own user may reset its tiers ({names})" if tiers else ""
         self._lock = threading.Lock()
-        self._by_domain = {"": DomainEpoch(tiers, on_rise=on_rise)}
+        self._by_domain = {"": self._made("", tiers, on_rise=on_rise)}
 
     def of(self, domain: str) -> DomainEpoch:
         with self._lock:
             found = self._by_domain.get(domain)
             if found is None:
-                found = self._by_domain[domain] = DomainEpoch(refusal=self._refusal)
+                found = self._by_domain[domain] = self._made(domain, refusal=self._refusal)
             return found
+
+    def _made(self, domain: str, tiers: Sequence[Tier] = (), **details: Any) -> DomainEpoch:
+        kept = self._kept
+        if kept is not None:
+            details |= {"first": kept.read_epoch(domain), "write_down": partial(kept.write_epoch, domain)}
+        return DomainEpoch(tiers, **details)
 
     def close(self) -> None:
         for one in self._by_domain.values():

@@ -19,6 +19,7 @@ from kvstore.daemon.segments import PAGE_BYTES, map_for_reading
 from kvstore.daemon.session import set_timeout
 from kvstore.tier import ByteRow
 
+_MOST_TELL_TALES = 8
 _SEND_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 _Answer = TypeVar("_Answer", bound=protocol.Answer)
 _AnswerOf = TypeVar("_AnswerOf", bound=protocol.Answer)
@@ -37,11 +38,13 @@ class RefusedByDaemonError(Exception):
 
 
 class Greeting(NamedTuple):
-    """A connection that stands. page: the epoch page, mapped for reading."""
+    """A connection that stands. page: the epoch page, mapped for reading; tell_tales: descriptors that hang up when
+    the daemon dies, the caller's to close."""
 
     sock: socket.socket
     welcome: protocol.Welcome
     page: ByteRow
+    tell_tales: list[int]
 
 
 def greeted(path: str, name: str, timeout_seconds: float, on_refused: Callable[[str], None]) -> Greeting:
@@ -55,12 +58,14 @@ def greeted(path: str, name: str, timeout_seconds: float, on_refused: Callable[[
         sock.connect(path)
         with suppress(BrokenPipeError):  # refused already: the answer says why
             sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, name[:64])))
-        message, received, _, _ = socket.recv_fds(sock, protocol.LONGEST_BYTES, 1)
+        message, received, _, _ = socket.recv_fds(sock, protocol.LONGEST_BYTES, 1 + _MOST_TELL_TALES)
         answer = protocol.decode_answer(message)
-        if not isinstance(answer, protocol.Welcome) or len(received) != 1:
+        if not isinstance(answer, protocol.Welcome) or not received:
             on_refused(cause_name(answer.cause if isinstance(answer, protocol.Refused) else 0))
             raise LinkDownError
-        return Greeting(sock, answer, map_for_reading(received[0], PAGE_BYTES))
+        page = map_for_reading(received[0], PAGE_BYTES)
+        tell_tales, received = received[1:], received[:1]
+        return Greeting(sock, answer, page, tell_tales)
     except BaseException:
         sock.close()
         raise
@@ -80,9 +85,11 @@ def aside(path: str, name: str, timeout_seconds: float) -> Iterator[Ask]:
     """A connection of its own for requests that take longer than a lookup may. LinkDownError, RefusedByDaemonError."""
     seq = 1
     try:
-        sock, _, _ = greeted(path, name, timeout_seconds, lambda cause: None)
+        sock, _, _, tell_tales = greeted(path, name, timeout_seconds, lambda cause: None)
     except (OSError, TierError, msgspec.DecodeError) as error:
         raise LinkDownError(str(error)) from error
+    for descriptor in tell_tales:
+        os.close(descriptor)
 
     def ask(make: Callable[[int], protocol.Request], expected: type[_Answer]) -> _Answer:
         nonlocal seq

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from kvstore.daemon.slots import ArenaEntry, SegmentHolder
+
 if TYPE_CHECKING:
     from kvstore.copy_key import CopyKey
-    from kvstore.daemon.arena import ArenaEntry, ArenaIndex, ArenaSegment
+    from kvstore.daemon.arena import ArenaIndex
 
 
 @dataclass(slots=True, eq=False)
@@ -26,26 +28,16 @@ class WriteLease:
 
 
 @dataclass(eq=False)
-class Holder:
-    """The leases, pins and segments of one writer in one arena.
+class Holder(SegmentHolder):
+    """The leases, pins and segments of one writer in one arena."""
 
-    is_remote: another process; is_quarantined: its connection is gone and its process is not.
-    """
-
-    number: int
     arena: ArenaIndex
     name: str = "daemon"
-    uid: int = -1
-    pid: int = 0
-    is_remote: bool = False
-    is_quarantined: bool = False
-    segments: set[ArenaSegment] = field(default_factory=set)
     reads: dict[int, list[ArenaEntry]] = field(default_factory=dict)
     writes: dict[int, WriteLease] = field(default_factory=dict)
     pins: dict[CopyKey, list[ArenaEntry]] = field(default_factory=dict)
     read_count: int = 0
     pid_fd: int = -1
-    token: bytes = b""
     prefill_tokens_per_second: float = 0.0  # as the client has said; 0: it has not
 
     @property

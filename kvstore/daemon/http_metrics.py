@@ -55,6 +55,9 @@ SERIES = {
     "clients": _Series("gauge", "Connections"),
     "leases": _Series("gauge", "Leases held", ("kind",)),
     "quarantined_slots": _Series("gauge", "Slots whose writer neither finished nor died"),
+    "handover_copies": _Series("gauge", "Copies of the daemon before, by what became of them", ("outcome",)),
+    "handover_bytes": _Series("gauge", "Bytes of those that were taken over"),
+    "handover_refused": _Series("gauge", "1: all of it was dropped, and why", ("cause",)),
     "ready": _Series("gauge", "1: clients can connect and store"),
     "start_time_seconds": _Series("gauge", "When this daemon started, in Unix time"),
 }  # fmt: skip
@@ -189,9 +192,21 @@ def _state(stats: dict[str, Any]) -> dict[str, list[_Row]]:
             if cause.startswith("corrupt_")
         ],
         "reserved_bytes": [((), stats["budget"]["reserved_bytes"])],
+        **_handover(stats["handover"]),
         "clients": [((), stats["connections"])],
         "leases": [((kind,), leases[name]) for kind, name in held.items()],
         "quarantined_slots": [((), leases["quarantined_slots"])],
         "ready": [((), float(stats["ready"]))],
         "start_time_seconds": [((), stats["time_seconds"] - stats["uptime_seconds"])],
     }  # fmt: skip
+
+
+def _handover(report: dict[str, Any] | None) -> dict[str, list[_Row]]:
+    if report is None:  # nobody keeps anything
+        return {"handover_copies": [], "handover_bytes": [], "handover_refused": []}
+    lost = report["dropped"] | {"unkept": report["unkept"]}
+    return {
+        "handover_copies": [(("taken_over",), report["copies"]), *(((cause,), n) for cause, n in lost.items())],
+        "handover_bytes": [((), report["copy_bytes"])],
+        "handover_refused": [((report["refused"],), 1.0)] if report["refused"] else [],
+    }

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ from kvstore.frame.layout import FrameSpec
 from kvstore.tier import ByteRow
 
 _PING_SECONDS = 0.1
-_RETRY_SECONDS = (0.02, 0.5)  # first and longest pause between attempts
+_RETRY_SECONDS = (0.02, 0.25)  # first and longest pause between attempts
 _Answer = TypeVar("_Answer", bound=protocol.Answer)
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
@@ -43,6 +44,7 @@ class Link:
         self.timeout_seconds = timeout_seconds
         self.counts: Counter[str] = Counter()
         self.used_bytes = self.capacity_bytes = 0
+        self.checks, self.lease_seconds = True, 0.0  # as the daemon says
         self.on_up: Callable[[], None] | None = None
         self.known_epoch = 0  # the highest that this end has heard of, here or elsewhere
         self._closed = False
@@ -65,6 +67,7 @@ class Link:
         self._page: ByteRow | None = None
         self._read_page: Callable[[], tuple[int, bool]] | None = None
         self._cut_off: list[tuple[bytes, list[weakref.ref[ByteRow]]]] = []  # connections and what they had writable
+        self._tell_tales: list[int] = []
         self._buffer = memoryview(bytearray(protocol.LONGEST_BYTES + 1))
         self._wake = threading.Event()
 
@@ -189,6 +192,12 @@ class Link:
                 self._map(missing[at : at + protocol.MOST_FDS], writable)
             return {number: known[number] for number in dict.fromkeys(numbers)}
 
+    def is_unsure(self, since_seconds: float, session: int) -> bool:
+        """Whether what was read since may have been overwritten meanwhile, and no checksum would have shown it."""
+        is_late = time.monotonic() - since_seconds > self.lease_seconds or session != self.session
+        self.counts["lease_ended"] += is_late and not self.checks
+        return is_late and not self.checks
+
     def _map(self, numbers: list[int], writable: bool) -> None:
         received: list[int] = []
 
@@ -250,7 +259,9 @@ class Link:
                 if not self._closed:
                     pause = _RETRY_SECONDS[0] if self._connect_quietly() else min(_RETRY_SECONDS[1], 1.5 * pause)
                 continue
-            if _has_hung_up(sock, _PING_SECONDS):
+            if _has_hung_up(sock, self._tell_tales, _PING_SECONDS):
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # who waits for an answer holds the lock
                 with self._lock:
                     if self._sock is sock:
                         self._drop("lost")
@@ -310,19 +321,22 @@ class Link:
         def on_refused(cause: str) -> None:
             self.counts[f"refused_{cause}"] += 1
 
-        sock, answer, page = greeted(self.path, self.name, self.timeout_seconds, on_refused)
+        sock, answer, page, tell_tales = greeted(self.path, self.name, self.timeout_seconds, on_refused)
         with self._lock:
             if self._closed:
                 sock.close()
+                for descriptor in tell_tales:
+                    os.close(descriptor)
                 return
+            self._tell_tales = tell_tales
             self._forms.clear()
             self._forget_mappings()
             self._writes.clear()
             if self.boot and self.boot != answer.boot:
-                self.counts["daemon_restarts"] += 1
-                self._cut_off.clear()
+                self.counts["daemon_restarts"] += 1  # a daemon that took over waits to hear what is unmapped
             self._token = answer.token
             self.boot, self.capacity_bytes = answer.boot, answer.capacity_bytes
+            self.checks, self.lease_seconds = answer.checksums, answer.lease_seconds
             self._page, self._read_page = page, follower(page.data)
             self._seq = 1
             self.session += 1
@@ -340,14 +354,21 @@ class Link:
         self._forms.clear()
         if sock is not None:
             sock.close()
+        self._close_tell_tales()
         self._forget_mappings()
         self._wake.set()
+
+    def _close_tell_tales(self) -> None:
+        held, self._tell_tales = self._tell_tales, []
+        for descriptor in held:
+            os.close(descriptor)
 
     def _after_fork(self) -> None:
         """In the child: the connection, its thread and its mappings are the parent's. None is touched or unmapped."""
         sock = self._sock
         if sock is not None:
             sock.close()
+        self._close_tell_tales()
         pages = () if self._page is None else (self._page,)
         for memory in (*self._readable.values(), *self._writable.values(), *pages):
             abandon(memory)
@@ -365,15 +386,17 @@ def form_message(number: int, spec: FrameSpec, tenant: str) -> Callable[[int], p
     return lambda seq: protocol.Form(seq, number, *fields, *dims, tenant)
 
 
-def _has_hung_up(sock: socket.socket, seconds: float) -> bool:
+def _has_hung_up(sock: socket.socket, tell_tales: Sequence[int], seconds: float) -> bool:
     """Whether the other side is gone; waits for that at most so long."""
     poller = select.poll()
     try:
         poller.register(sock, select.POLLRDHUP)
+        for descriptor in tell_tales:
+            poller.register(descriptor, 0)  # hanging up is all that it can do
     except (OSError, ValueError):  # closed meanwhile, by a call that failed
         time.sleep(0.001)
         return False
-    return bool(poller.poll(int(seconds * 1000)))
+    return any(not event & select.POLLNVAL for _, event in poller.poll(int(seconds * 1000)))
 
 
 def _fork_links() -> None:

@@ -20,10 +20,11 @@ import numpy as np
 
 from allocator.errors import TierError, UsageError
 from kvstore.copy_key import CopyKey
-from kvstore.daemon.arena import ArenaEntry, ArenaIndex
+from kvstore.daemon.arena import ArenaIndex
 from kvstore.daemon.forms import Form
 from kvstore.daemon.holder import Holder
 from kvstore.daemon.protocol import Place
+from kvstore.daemon.slots import ArenaEntry
 from kvstore.frame.build import joined_checksum
 from kvstore.frame.parsing import FrameFault, build_joined_header, parse_header
 from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier
@@ -33,8 +34,8 @@ _SETTLE_SECONDS = 1.0
 _LOG = logging.getLogger(__name__)
 
 
-def taken_out(entry: ArenaEntry, out: ByteRow | None = None) -> ByteRow | FrameFault:
-    """The payload of a published copy, copied and then checked."""
+def taken_out(entry: ArenaEntry, out: ByteRow | None = None, *, checks: bool = True) -> ByteRow | FrameFault:
+    """The payload of a published copy, copied and then checked; without `checks` by its header alone."""
     payload_bytes = entry.size_bytes - entry.form.header_bytes
     if payload_bytes <= 0:
         return FrameFault.LENGTH
@@ -43,6 +44,9 @@ def taken_out(entry: ArenaEntry, out: ByteRow | None = None) -> ByteRow | FrameF
     if isinstance(header, FrameFault):
         return header
     target = np.empty(payload_bytes, np.uint8) if out is None else out[:payload_bytes]
+    if not checks:
+        target[:] = memory[header.header_bytes :]
+        return target
     fault = header.copy_payload(memory[header.header_bytes :], target)
     return target if fault is None else fault
 
@@ -57,11 +61,15 @@ class _Fetch:
 class LowerTier:
     """See the module. `tier` is driven by this object's thread alone, but for contains, delete, clear.
 
-    lock: the daemon's. queue_bytes: most that waits to be spilled, all of it fenced in the arena.
+    lock: the daemon's. queue_bytes: most that waits to be spilled, all of it fenced in the arena. checks: whether
+    copies of a trust domain carry a checksum.
     """
 
-    def __init__(self, tier: Tier, lock: threading.Lock, queue_bytes: int) -> None:
+    def __init__(
+        self, tier: Tier, lock: threading.Lock, queue_bytes: int, checks: Callable[[str], bool] = lambda domain: True
+    ) -> None:
         self.tier = tier
+        self._checks = checks
         self.counts: Counter[str] = Counter()
         self.is_dropped = False
         self._lock = lock
@@ -246,7 +254,7 @@ class LowerTier:
             self._scratch = np.empty(total, np.uint8)
         items, at = [], 0
         for arena, entry in batch:
-            payload = taken_out(entry, self._scratch[at:])
+            payload = taken_out(entry, self._scratch[at:], checks=self._checks(entry.form.domain))
             at += entry.size_bytes
             if not isinstance(payload, FrameFault):
                 items.append(PutItem(self._lower_key(entry), [payload], entry.parent))

@@ -56,6 +56,7 @@ class Cause(IntEnum):
     PINS = 11  # unpin of what was not pinned
     STOPPING = 12  # the daemon drains
     LOWER = 13  # a lower tier could not do what was asked
+    PACE = 14  # this process has connected too often in a short time, or was cut off for what it sent
 
 
 class Place(IntEnum):
@@ -269,6 +270,7 @@ class Answer(Struct, array_like=True, frozen=True, gc=False):
 
 class Welcome(Answer, tag=64, frozen=True):
     """boot: 16 bytes, new with every start of the daemon; leases, segments and forms of another boot mean nothing.
+    checksums: whether frames of this domain carry and are checked by one.
     token: names this connection, for a later Disown. Beside it comes the descriptor of the domain's epoch page."""
 
     version: _Small
@@ -277,6 +279,7 @@ class Welcome(Answer, tag=64, frozen=True):
     lease_seconds: float
     write_lease_seconds: float
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    checksums: bool = True
 
 
 class Count(Answer, tag=65, frozen=True):

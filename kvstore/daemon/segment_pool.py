@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from allocator.errors import CapacityError
-from kvstore.daemon.arena import ArenaSegment
+from kvstore.daemon.slots import ArenaSegment
 
 if TYPE_CHECKING:
     from kvstore.daemon.segments import SegmentMemory
 
 
+MAKING_SECONDS = 0.1
+"""Longest wait of a store for the last of the memory."""
+
+
 class SegmentPool:
     """The daemon's memory budget in segments; every arena takes from it. Numbers are never used twice.
 
-    make: what makes one segment's memory; CapacityError from it lowers the budget to what there is.
+    make: what makes one segment's memory; CapacityError from it lowers the budget to what there is. forget: is told
+    of memory that is given back for good.
     """
 
-    def __init__(self, budget_bytes: int, segment_bytes: int, make: Callable[[int], SegmentMemory]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        segment_bytes: int,
+        make: Callable[[int], SegmentMemory],
+        forget: Callable[[SegmentMemory], None] | None = None,
+    ) -> None:
         self.segment_bytes = segment_bytes
         self.limit = budget_bytes // segment_bytes
         self.made = 0
+        self._stopped = False
+        self.making = 0  # of these, not there yet
         self.ready: deque[SegmentMemory] = deque()
-        self._make = make
+        self._make, self._forget = make, forget
         self._next_number = 1
 
     def take(self) -> ArenaSegment | None:
@@ -35,8 +50,16 @@ class SegmentPool:
         elif self.begin_make():
             self.finish_make(self.make())
             memory = self.ready.popleft() if self.ready else None
-        if memory is None:
+        return None if memory is None else self._numbered(memory)
+
+    def take_over(self, memory: SegmentMemory) -> ArenaSegment | None:
+        """One that an earlier daemon has filled; None when the budget has no room for it."""
+        if not self.begin_make():
             return None
+        self.making -= 1
+        return self._numbered(memory)
+
+    def _numbered(self, memory: SegmentMemory) -> ArenaSegment:
         number, self._next_number = self._next_number, self._next_number + 1
         return ArenaSegment(number, memory)
 
@@ -50,7 +73,13 @@ class SegmentPool:
         if self.made >= self.limit:
             return False
         self.made += 1
+        self.making += 1
         return True
+
+    @property
+    def is_making_last(self) -> bool:
+        """Nothing is left of the budget but what is on its way. Under the lock."""
+        return self.making > 0 and self.made >= self.limit
 
     def make(self) -> SegmentMemory | None:
         """The memory claimed; None when the system has none. Takes milliseconds: needs no lock."""
@@ -61,6 +90,7 @@ class SegmentPool:
 
     def finish_make(self, memory: SegmentMemory | None) -> None:
         """Under the lock. What the system has is the budget from then on."""
+        self.making -= 1
         if memory is None:
             self.made -= 1
             self.limit = self.made
@@ -69,9 +99,31 @@ class SegmentPool:
 
     def renew(self, segment: ArenaSegment) -> None:
         """A segment that left one domain: its memory goes, and the budget has room for a fresh one."""
+        if self._forget is not None:
+            self._forget(segment.memory)
         segment.memory.close()
         self.made -= 1
 
-    def close(self) -> None:
-        while self.ready:
-            self.ready.pop().close()
+    def prepare(self, made: threading.Condition, wake: threading.Event, *, all_of_it: bool) -> threading.Thread:
+        """Reserve memory ahead of its use until `stop`, on a thread that is started. made: told of it, on the daemon's
+        lock."""
+        work = partial(self._prepare, made, wake, all_of_it)
+        thread = threading.Thread(target=work, name="kvstore-segments", daemon=True)
+        thread.start()
+        return thread
+
+    def _prepare(self, made: threading.Condition, wake: threading.Event, all_of_it: bool) -> None:
+        while not self._stopped:
+            with made:
+                may = (all_of_it or len(self.ready) < 1) and self.begin_make()
+            if may:
+                memory = self.make()
+                with made:
+                    self.finish_make(memory)
+                    made.notify_all()
+                continue
+            wake.wait(0.5)
+            wake.clear()
+
+    def stop(self) -> None:
+        self._stopped = True

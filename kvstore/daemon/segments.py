@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from allocator.errors import CapacityError, TierError
 from kvstore.tier import ByteRow
 
 PAGE_BYTES = mmap.PAGESIZE
+SEGMENT_NAME = "kvstore-segment-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -30,25 +32,44 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 class SegmentMemory:
     """One segment of the daemon's. CapacityError when the system has no room for its pages.
 
-    memory: the daemon's own view; write_fd, read_fd: what is sent to clients.
+    memory: the daemon's own view; write_fd, read_fd: what is sent to clients; name: of its own in this boot of the
+    system, so that a successor finds it again.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
+        self.name = f"{SEGMENT_NAME}{secrets.token_hex(8)}"
         self.write_fd = self.read_fd = -1
         try:
             self.write_fd = os.memfd_create("kvstore-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.write_fd, size_bytes)
             os.posix_fallocate(self.write_fd, 0, size_bytes)
             fcntl.fcntl(self.write_fd, fcntl.F_ADD_SEALS, _SEALS)
-            self.read_fd = os.open(f"/proc/self/fd/{self.write_fd}", os.O_RDONLY | os.O_CLOEXEC)
-            os.fchmod(self.write_fd, 0)  # who is not its owner cannot open it again
-            self._map = mmap.mmap(self.write_fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._open_and_map()
         except OSError as error:
             self.let_go()
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise CapacityError(size_bytes, 0, "bytes") from error
             raise
+
+    @classmethod
+    def taken_over(cls, descriptor: int, size_bytes: int, name: str) -> SegmentMemory:
+        """One that an earlier daemon has made, which owns the descriptor from then on. TierError for what is none."""
+        _check(descriptor, size_bytes)
+        found = cls.__new__(cls)
+        found.size_bytes, found.name = size_bytes, name
+        found.write_fd, found.read_fd = descriptor, -1
+        try:
+            found._open_and_map()
+        except OSError as error:
+            raise TierError(f"segment {name}: cannot be mapped ({error.strerror})") from error
+        return found
+
+    def _open_and_map(self) -> None:
+        os.fchmod(self.write_fd, 0o400)
+        self.read_fd = os.open(f"/proc/self/fd/{self.write_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        os.fchmod(self.write_fd, 0)  # who is not its owner cannot open it again
+        self._map = mmap.mmap(self.write_fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory: ByteRow = np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ thread. Two daemons on one path are refused by a lock file; a socket that a dead
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import socket
@@ -14,7 +13,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +21,41 @@ from allocator.errors import ConfigError, TierError
 from kvstore.daemon import protocol
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.core import Core
+from kvstore.daemon.door import Door
 from kvstore.daemon.forms import KnownForms
+from kvstore.daemon.handover import Handover
 from kvstore.daemon.protocol import Cause
 from kvstore.daemon.session import Session, close_heard, has_died
 from kvstore.daemon.settings import DaemonSettings
+from kvstore.daemon.socket_lock import locked_directory
 from kvstore.daemon.stats import snapshot
 from kvstore.frame.specs import SpecSource
 from kvstore.tier import Tier
 
 if TYPE_CHECKING:
+    from kvstore.daemon.notify import NotifySocket
     from kvstore.event_feed import EventFeed
 
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
 _BACKLOG = 128
 _TICK_SECONDS = 0.05
-_ACCEPTS_PER_SECOND = 400
 _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 
 
 class Daemon:
-    """See the module. lowers: tiers below the arena, fast to slow; None: those that the settings name."""
+    """See the module. lowers: tiers below the arena, fast to slow; None: those that the settings name.
 
-    def __init__(self, settings: DaemonSettings, lowers: Sequence[Tier] | None = None) -> None:
+    notify: who keeps shared memory over a restart, and `found` what it gave back: descriptors by name.
+    """
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        lowers: Sequence[Tier] | None = None,
+        *,
+        notify: NotifySocket | None = None,
+        found: Mapping[str, list[int]] | None = None,
+    ) -> None:
         self.settings = settings
         self.path = Path(settings.socket_path)
         self.is_ready = False
@@ -51,15 +63,18 @@ class Daemon:
         self._sessions: dict[Session, threading.Thread] = {}
         self._sessions_lock = threading.Lock()
         self._by_uid: Counter[int] = Counter()
+        self._door = Door()
         self._active_count = 1
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._feed: EventFeed | None = None
         self._threads: list[threading.Thread] = []
-        self._lock_fd = _locked_directory(self.path, settings)
+        self._lock_fd = locked_directory(self.path, settings)
         try:
             forms = KnownForms()
-            self.core = Core(settings, own_tiers(settings, forms) if lowers is None else lowers, forms)
+            lowers = own_tiers(settings, forms) if lowers is None else lowers
+            handover = None if notify is None else Handover(settings, notify, found or {})
+            self.core = Core(settings, lowers, forms, handover=handover)
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -118,7 +133,7 @@ class Daemon:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        listener, window, accepted = self._listener, time.monotonic(), 0
+        listener = self._listener
         assert listener is not None
         while not self._stopping.is_set():
             try:
@@ -129,20 +144,17 @@ class Daemon:
                 self._count(f"accept_failed_{error.errno}")  # out of descriptors, say: those we have go on
                 time.sleep(0.05)
                 continue
-            now = time.monotonic()
-            if now - window >= 0.1:
-                window, accepted = now, 0
-            accepted += 1
-            if accepted > _ACCEPTS_PER_SECOND // 10:  # a flood waits in the backlog, not on everybody's time
+            delay = self._door.delay_seconds(time.monotonic())
+            if delay:  # a flood waits in the backlog, not on everybody's time
                 self._count("accepts_delayed")
-                time.sleep(max(0.0, window + 0.1 - now))
+                time.sleep(delay)
             self._welcome(sock)
 
     def _welcome(self, sock: socket.socket) -> None:
         try:
             pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             uid &= 0xFFFFFFFF
-            cause = self._why_not(uid)
+            cause = self._why_not(uid, pid)
             if cause is not None:
                 self._count(f"refused_{cause.name.lower()}")
                 sock.setblocking(False)
@@ -160,19 +172,23 @@ class Daemon:
             self._by_uid[uid] += 1
         thread.start()
 
-    def _why_not(self, uid: int) -> Cause | None:
+    def _why_not(self, uid: int, pid: int) -> Cause | None:
         if not self.settings.may_connect(uid):
             return Cause.UID
         if self._stopping.is_set():
             return Cause.STOPPING
         with self._sessions_lock:
             full = len(self._sessions) >= self.settings.clients_limit
-            return Cause.CLIENTS if full or self._by_uid[uid] >= self.settings.clients_per_uid else None
+            if full or self._by_uid[uid] >= self.settings.clients_per_uid:
+                return Cause.CLIENTS
+        return None if self._door.lets_in(pid, time.monotonic()) else Cause.PACE
 
     def _serve(self, session: Session) -> None:
         try:
             session.serve()
         finally:
+            if session.was_cut_off:
+                self._door.punish(session.pid)
             with self._sessions_lock:
                 self._sessions.pop(session, None)
                 self._by_uid[session.uid] -= 1
@@ -181,7 +197,7 @@ class Daemon:
 
     def _watch(self) -> None:
         """Clients that died while another process keeps their socket open, leases whose time is up, shares of rate."""
-        before: dict[Session, int] = {}
+        before: dict[Session, float] = {}
         next_share = 0.0
         while not self._stopping.wait(_TICK_SECONDS):
             with self._sessions_lock:
@@ -195,9 +211,9 @@ class Daemon:
             self.admin.tick()
             if time.monotonic() >= next_share:
                 next_share = time.monotonic() + 0.5
-                busy = [one for one in sessions if one.request_count - before.get(one, 0) > 50]
+                busy = [one for one in sessions if one.spent - before.get(one, 0) > 50]
                 self._active_count = max(1, len(busy))
-                before = {one: one.request_count for one in sessions}
+                before = {one: one.spent for one in sessions}
 
     def _count(self, cause: str) -> None:
         with self.core.lock:
@@ -254,29 +270,6 @@ def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:
             tier.close()
         raise
     return tiers
-
-
-def _locked_directory(path: Path, settings: DaemonSettings) -> int:
-    """The socket's directory, made and locked for this daemon: a descriptor. TierError says who has it."""
-    directory = path.parent
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if settings.is_private and directory.stat().st_uid == os.geteuid() and directory.name == "kvstore":
-            directory.chmod(0o700)
-        elif not settings.is_private and directory.name == "kvstore":
-            directory.chmod(0o711)
-        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TierError(f"socket {path}: its directory cannot be used ({error.strerror})") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise TierError(f"socket {path}: a daemon runs there already, process {holder}") from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def _pid_fd(sock: socket.socket, pid: int) -> int:

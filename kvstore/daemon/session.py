@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 HELLO_SECONDS = 1.0
 SEND_SECONDS = 1.0
 _BURST_SECONDS = 0.25  # of the rate that one connection may take at once
+_MOST_DEBT_SECONDS = 0.1  # of the rate: no request waits longer, well within what clients wait for an answer
 _LEAST_RATE = 200
+_REQUEST_SECONDS = 5e-6  # of processor time: what takes longer counts as so many requests
+_SHORT_BYTES = 1024  # a lookup up to here counts as one
 
 
 def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
@@ -46,6 +49,8 @@ class Session:
         self.uid, self.pid = uid, pid
         self.request_count = 0
         self.refused_count = 0
+        self.was_cut_off = False  # for what no client of ours sends
+        self._costs = 0.0  # in requests, beyond one each
         self.holder: Holder | None = None
         self._core = core
         self._sock = sock
@@ -77,6 +82,11 @@ class Session:
             protocol.Speed: self._speed,
             protocol.Epoch: self._epoch,
         }
+
+    @property
+    def spent(self) -> float:
+        """What was asked, in requests of usual length."""
+        return self.request_count + self._costs
 
     def serve(self) -> None:
         """Until the connection ends. Never raises for what a client does."""
@@ -121,10 +131,11 @@ class Session:
         settings = core.settings
         capacity = core.pool.limit * settings.segment_bytes
         times = (settings.lease_seconds, settings.write_lease_seconds)
-        token = self.holder.token
-        welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, token)
-        page = core.epochs.of(settings.domain_of(self.uid)).descriptor
-        socket.send_fds(self._sock, [protocol.encode(welcome)], [page])
+        domain = settings.domain_of(self.uid)
+        more = (self.holder.token, settings.checks(domain))
+        welcome = protocol.Welcome(message.seq, protocol.VERSION, core.boot, capacity, *times, *more)
+        page = core.epochs.of(domain).descriptor
+        socket.send_fds(self._sock, [protocol.encode(welcome)], [page, *core.tell_tales.read_fds])
         return True
 
     def _one(self, length: int, buffer: memoryview) -> bool:
@@ -144,7 +155,8 @@ class Session:
                 self._refuse(message.seq, RefusedError(Cause.EARLY, "a second Hello", is_fatal=True))
             return False
         try:
-            answer = handler(message)
+            is_short = length <= _SHORT_BYTES and isinstance(message, protocol.Run)
+            answer = handler(message) if is_short else self._charged(handler, message)
         except RefusedError as refused:
             self._refuse(message.seq, refused)
             return not refused.is_fatal
@@ -155,17 +167,29 @@ class Session:
             self._send(answer)
         return True
 
+    def _charged(self, handler: Callable[[Any], protocol.Answer | None], message: protocol.Request) -> Any:
+        """What it costs counts against the rate, so that few long requests are no cheaper than many short ones."""
+        started = time.thread_time()
+        try:
+            return handler(message)
+        finally:
+            cost = (time.thread_time() - started) / _REQUEST_SECONDS
+            self._costs += cost
+            self._tokens -= cost
+
     def _decoded(self, length: int, buffer: memoryview) -> Any:
         """The message, or None when there is none (the end) or it cannot be one (counted)."""
         if length == 0:
             return None
         if length > protocol.LONGEST_BYTES:
-            self._refuse(0, RefusedError(Cause.OVERSIZED, f"expected at most {protocol.LONGEST_BYTES} bytes"))
+            self._refuse(
+                0, RefusedError(Cause.OVERSIZED, f"expected at most {protocol.LONGEST_BYTES} bytes", is_fatal=True)
+            )
             return None
         try:
             return protocol.decode_request(buffer[:length])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._refuse(0, RefusedError(Cause.GARBAGE, str(error)[:200]))
+            self._refuse(0, RefusedError(Cause.GARBAGE, str(error)[:200], is_fatal=True))
             return None
 
     def _send(self, answer: protocol.Answer) -> None:
@@ -173,6 +197,7 @@ class Session:
 
     def _refuse(self, seq: int, refused: RefusedError) -> None:
         self.refused_count += 1
+        self.was_cut_off |= refused.is_fatal
         self._count(f"refused_{refused.cause.name.lower()}")
         self._send(protocol.Refused(seq, refused.cause, refused.message))
 
@@ -185,11 +210,11 @@ class Session:
         now = time.monotonic()
         rate = max(_LEAST_RATE, self._core.settings.requests_per_second / max(1, self._others()))
         burst = rate * _BURST_SECONDS
-        self._tokens = min(burst, self._tokens + (now - self._refilled) * rate)
+        self._tokens = max(-rate * _MOST_DEBT_SECONDS, min(burst, self._tokens + (now - self._refilled) * rate))
         self._refilled = now
         if self._tokens < 0:
             self._count("throttled")
-            time.sleep(min(0.1, -self._tokens / rate + 0.002))
+            time.sleep(-self._tokens / rate + 0.002)
 
     def _end(self) -> None:
         try:

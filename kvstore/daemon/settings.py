@@ -119,6 +119,9 @@ class DaemonSettings:
     """Where KV events of the own domain are published: docs/formats/events.md. Who reads them learns hashes."""
     events_replay_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
     """Where past events are asked for."""
+    checksums: bool = _key(True, "true or false", _truth)
+    """Whether copies in the own domain's arena carry a checksum that every reader checks. Without one, bytes that a
+    process of the daemon's own user changes after publishing them are read by the others."""
     drain_seconds: float = _key(10.0, "a number in [0, 3600]", _real(0, 3600))
     """How long a stop waits for what is still to be written down."""
 
@@ -171,6 +174,10 @@ class DaemonSettings:
             if uid in uids:
                 return name
         return "" if uid == os.geteuid() else f"uid-{uid}"
+
+    def checks(self, domain: str) -> bool:
+        """Whether copies of a trust domain are checked: always, but for the own one's where `checksums` is off."""
+        return self.checksums or domain != ""
 
     @property
     def is_private(self) -> bool:

@@ -14,8 +14,9 @@ from kvstore.tier_admission import Candidate, Cause, make_admission
 
 if TYPE_CHECKING:
     from kvstore.config import KVStoreConfig
-    from kvstore.daemon.arena import ArenaEntry, ArenaIndex
+    from kvstore.daemon.arena import ArenaIndex
     from kvstore.daemon.lower import LowerTier
+    from kvstore.daemon.slots import ArenaEntry
 
 
 class Spilling:

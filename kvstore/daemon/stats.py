@@ -18,7 +18,7 @@ _NO_LIMIT_BYTES = 1 << 62
 
 
 def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
-    """epoch (the own domain's), tiers, arenas, tenants, lookups, prefixes, clients, leases, counts.
+    """epoch (the own domain's), tiers, arenas, tenants, lookups, prefixes, clients, leases, handover, counts.
 
     Byte counts end in _bytes.
     """
@@ -55,6 +55,7 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
         "prefixes": core.tally.top_prefixes(),
         "clients": clients,
         "leases": leases,
+        "handover": None if core.handover is None else core.handover.report(),
         "counts": counts,
     }
 

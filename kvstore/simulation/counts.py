@@ -31,6 +31,7 @@ class Counts:
         self.evictions: Counter[str] = Counter()
         self.written_bytes: Counter[str] = Counter()
         self.read_bytes: Counter[str] = Counter()
+        self.hits: list[int] = []  # blocks, by request
         self.seconds_plain = 0.0
         self.seconds_saved = 0.0
         self._saved = dict.fromkeys(rooms, 0.0)
@@ -43,6 +44,7 @@ class Counts:
         plain = self._costs.prefill_seconds(0, tokens)
         self.seconds_plain += plain
         self.blocks["device"] += device
+        self.hits.append(device + host + remote)
         if device or host or remote or fetching_seconds:
             own, far = host * self._fetch_seconds[0], remote * self._fetch_seconds[1]
             share = own / (own + far) if own + far else float("host" in self._room_bytes)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from allocator import BlockPool, EvictionPolicy, ExtentLayout
+from allocator.block_marks import NOBODY, PRIORITY_DEFAULT, steps_of
 from kvstore.simulation.trace import Keys
 
 _SLOT_BYTES = 64  # of a pretended block: only counts matter
@@ -20,21 +21,22 @@ _SLOT_BYTES = 64  # of a pretended block: only counts matter
 class Host:
     """One device."""
 
-    def __init__(self, capacity_blocks: int, policy: Callable[[int], EvictionPolicy]) -> None:
+    def __init__(self, capacity_blocks: int, policy: Callable[[int], EvictionPolicy], quota_blocks: float = 0) -> None:
         layout = ExtentLayout(_SLOT_BYTES * capacity_blocks, (_SLOT_BYTES,), (), _SLOT_BYTES)
         self.pool = BlockPool(layout, policy)
         self._index = self.pool.index(0)
-        self._policy = self.pool.policies[0]
+        self._quota_bytes = int(quota_blocks * _SLOT_BYTES)
         self.request_count = 0
 
     def holds(self, name: bytes) -> bool:
         """Whether the device has the block."""
         return name in self._index.exact
 
-    def request(self, keys: Keys, names: list[bytes]) -> int:
+    def request(self, keys: Keys, names: list[bytes], *, tenant: int = NOBODY, priority: int = PRIORITY_DEFAULT) -> int:
         """One request for these full blocks: how many leading ones were there.
 
-        What was missing is computed and kept while there is room beside this request's own blocks.
+        What was missing is computed and kept while there is room, within the tenant's quota, beside this request's own
+        blocks.
         """
         pool = self.pool
         self.request_count += 1
@@ -44,14 +46,25 @@ class Host:
             pool.share(ids)
         wanted = len(names) - hits
         if wanted:
-            wanted = min(wanted, pool.available(0))
+            wanted = min(self._within_quota(tenant, hits, wanted), pool.available(0))
             fresh = pool.allocate(0, wanted)
             pool.seal_many(fresh, names[hits : hits + wanted], True)
             ids += fresh.tolist()
-        self._policy.observe(keys, (ids,))
+        steps = steps_of(priority)
+        pool.keep(ids[:hits], steps, tenant=tenant)
+        pool.keep(ids[hits:], steps, tenant=tenant, first_use=True)
+        pool.policies[0].observe(keys, (ids,))
         pool.release(ids[::-1])
-        self._policy.settle()
+        pool.policies[0].settle()
         return hits
+
+    def _within_quota(self, tenant: int, device: int, wanted: int) -> int:
+        """How many blocks more a tenant may have that uses `device` now; its idle ones give way."""
+        if not self._quota_bytes or tenant == NOBODY:
+            return wanted
+        room = self._quota_bytes - (device + wanted) * _SLOT_BYTES
+        self.pool.evict_of(tenant, self.pool.idle_bytes_of(tenant) - max(0, room))
+        return max(0, min(wanted, self._quota_bytes // _SLOT_BYTES - device))
 
 
 class Routed(Protocol):

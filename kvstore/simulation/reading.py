@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from allocator.block_marks import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvstore.simulation.trace import KEY_MAX, Request, Trace, TraceError, build
 
 FORMATS = ("mooncake", "bailian", "kvstore")
@@ -102,7 +103,16 @@ def _recorded(path: Path, block_tokens: int) -> Iterator[Request]:
             ids,
             session=_whole(line, "session", place, least=0, most=KEY_MAX) if "session" in line else 0,
             line=int(place.rpartition(" ")[2]),
+            tenant=_whole(line, "tenant", place, least=0, most=KEY_MAX) if "tenant" in line else 0,
+            priority=_priority(line, place),
         )
+
+
+def _priority(line: _Line, place: str) -> int:
+    """Of our own format: what the request asked for, absent where it asked for nothing."""
+    if "priority" not in line:
+        return PRIORITY_DEFAULT
+    return _whole(line, "priority", place, least=0, most=PRIORITY_MAX)
 
 
 def _parsed(text: bytes, place: str) -> _Line:

@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from allocator.block_marks import NOBODY
 from kvstore.simulation.belady import bound_hits
 from kvstore.simulation.counts import Counts
 from kvstore.simulation.hosts import Host, Router
@@ -63,6 +66,7 @@ def replay(trace: Trace, setting: Setting, progress: Progress | None = None) -> 
         device_hit_ratio=ratios["device"],
         host_hit_ratio=ratios.get("host", 0.0),
         remote_hit_ratio=ratios.get("remote", 0.0),
+        least_tenant_hit_ratio=_least_of_tenants(trace, counts.hits),
         evictions=counts.evictions["device"],
         spilled_bytes=sum(counts.written_bytes.values()),
         fetched_bytes=sum(counts.read_bytes.values()),
@@ -77,12 +81,16 @@ def replay(trace: Trace, setting: Setting, progress: Progress | None = None) -> 
 
 
 def _replay_pools(trace: Trace, setting: Setting, counts: Counts, fitting: int, progress: Progress | None) -> None:
-    hosts = [Host(fitting, POLICIES[setting.policy]) for _ in range(setting.hosts)]
+    quota = fitting * setting.tenant_percent / 100
+    hosts = [Host(fitting, POLICIES[setting.policy], quota) for _ in range(setting.hosts)]
     router = Router(setting.routing, hosts, setting.seed)
     input_tokens, sessions = trace.input_tokens.tolist(), trace.sessions.tolist()
+    tenants = trace.tenants.tolist() if setting.tenant_percent else [NOBODY] * len(trace)
+    priorities = trace.priorities.tolist()
     for number, keys, names in each(trace):
         host = hosts[router.choose(sessions[number], keys, names)]
-        counts.add(input_tokens[number], host.request(keys, names))
+        whose = {"tenant": tenants[number], "priority": priorities[number]}
+        counts.add(input_tokens[number], host.request(keys, names, **whose))
         if progress is not None and not number % _PROGRESS_REQUESTS:
             progress(number)
     counts.evictions["device"] = sum(host.pool.evicted_count for host in hosts)
@@ -95,9 +103,10 @@ def _replay_stores(trace: Trace, setting: Setting, counts: Counts, fitting: int,
     hosts = [StoreHost(setting, fitting, trace.block_tokens, room) for _ in range(setting.hosts)]
     router = Router(setting.routing, hosts, setting.seed)
     input_tokens, sessions, seconds = trace.input_tokens.tolist(), trace.sessions.tolist(), trace.seconds.tolist()
+    priorities = trace.priorities.tolist()
     for number, keys, names in each(trace):
         host = hosts[router.choose(sessions[number], keys, names)]
-        counts.add(input_tokens[number], *host.request(keys, seconds[number], input_tokens[number]))
+        counts.add(input_tokens[number], *host.request(keys, seconds[number], input_tokens[number], priorities[number]))
         if progress is not None and not number % _PROGRESS_REQUESTS_OF_STORES:
             progress(number)
     for host in hosts:
@@ -115,6 +124,12 @@ def _count_movement(hosts: Sequence[StoreHost], counts: Counts) -> None:
             counts.read_bytes[tier.name] += host.moved_bytes(tier.name, "get")
             if tier.private_memory:
                 counts.evictions[tier.name] += tier.counters().get("evicted", 0)
+
+
+def _least_of_tenants(trace: Trace, hits: list[int]) -> float:
+    blocks = np.bincount(trace.tenants, np.diff(trace.starts))
+    ratios = np.bincount(trace.tenants, hits) / np.maximum(blocks, 1)
+    return float(ratios[blocks > 0].min(initial=1.0))
 
 
 def _bound(trace: Trace, counts: Counts, fitting: int) -> None:

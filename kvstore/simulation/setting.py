@@ -57,7 +57,9 @@ class Setting:
     """One configuration. Give a capacity (of each host's device) in percent of the unique blocks, or in blocks.
 
     host_blocks and remote_blocks: room of the tiers below, in blocks of that codec; 0: there is none.
-    price: what a policy that learns weighs hits by; "cost": the time that losing the block would cost.
+    tenant_percent: most of a device that one tenant's blocks may take, in % of its capacity; 0: no quota.
+    price: what a policy that learns weighs hits by; "cost": the time that losing
+    the block would cost, as a store tells it; it tells blocks apart only where tiers below may have copies.
     admission, fetch_deadline_seconds: of a store with tiers, its `spill_policy` and `fetch_deadline_seconds`.
     """
 
@@ -70,7 +72,8 @@ class Setting:
     host_blocks: int = 0
     remote_blocks: int = 0
     seed: int = 0
-    price: str = "uniform"
+    tenant_percent: float = 0.0
+    price: str = "cost"
     admission: str = "reuse"
     fetch_deadline_seconds: float = 1.0
     costs: Costs = field(default_factory=Costs)
@@ -92,10 +95,14 @@ class Setting:
             raise ConfigError(f"capacity percent: got {percent}; expected more than 0 and at most 100")
         if blocks is not None and not 1 <= blocks < 1 << 31:
             raise ConfigError(f"capacity blocks: got {blocks}; expected an int in [1, 2^31)")
+        if not 0 <= self.tenant_percent <= 100:
+            raise ConfigError(f"tenant percent: got {self.tenant_percent}; expected 0 (no quota) to 100")
         if not 1 <= self.hosts <= HOSTS_MAX:
             raise ConfigError(f"hosts: got {self.hosts}; expected 1 to {HOSTS_MAX}")
         if min(self.host_blocks, self.remote_blocks) < 0:
             raise ConfigError(f"blocks of a tier: got {self.host_blocks} and {self.remote_blocks}; expected >= 0")
+        if self.tenant_percent and self.has_tiers:
+            raise ConfigError("tenant percent: expected no tiers below, where quotas are not simulated")
         if not 0 < self.fetch_deadline_seconds <= 3600:
             raise ConfigError(f"fetch deadline: got {self.fetch_deadline_seconds}; expected seconds in (0, 3600]")
         if self.policy == BOUND and (self.hosts > 1 or self.has_tiers):
@@ -143,6 +150,7 @@ class Row:
     device_hit_ratio: float
     host_hit_ratio: float
     remote_hit_ratio: float
+    least_tenant_hit_ratio: float  # of the tenant that has it worst; of all where the trace tells of no tenant
     evictions: int
     spilled_bytes: int
     fetched_bytes: int

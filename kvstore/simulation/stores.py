@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from allocator import CacheGroup, CapacityError, GroupKind, KVGeometry
+from allocator.block_marks import PRIORITY_DEFAULT
 from allocator.extents import SLOT_ALIGNMENT_BYTES
 from kvstore.config import KVStoreConfig
 from kvstore.identity import HashChain, Identity
+from kvstore.retention import Retention
 from kvstore.simulation.policies import POLICIES
 from kvstore.simulation.tiers import Link, RemoteRoom, SimulatedHostTier, SimulatedRemoteTier
 from kvstore.store import KVStore
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from allocator import EvictionPolicy
     from kvstore.simulation.setting import Costs, Setting
     from kvstore.simulation.trace import Keys
@@ -74,9 +74,9 @@ class SimulatedStore(KVStore):
         self._eviction = policy
         super().__init__(geometry, identity_of(geometry), config, device="absent", tiers=list(tiers), clock=clock)
 
-    def price_losses(self, price_of: Callable[[list[bytes]], npt.NDArray[np.float64]]) -> None:
-        """Have the device's policy weigh hits by what losing them would cost."""
-        self._upkeep.reuse.price_of = price_of
+    def price_all_alike(self) -> None:
+        """Have the device's policy weigh hits alike, whatever losing them would cost."""
+        self._upkeep.reuse.prices = None
 
 
 class StoreHost:
@@ -129,8 +129,8 @@ class StoreHost:
     def _make_store(self, geometry: KVGeometry, config: KVStoreConfig, setting: Setting) -> KVStore:
         rival = None if setting.policy in ("lru", "default") else POLICIES[setting.policy]
         store = SimulatedStore(geometry, config, self.tiers, rival, self._clock)
-        if setting.price == "cost":
-            store.price_losses(self._prices)
+        if setting.price == "uniform":
+            store.price_all_alike()
         return store
 
     def _link(self, bytes_per_second: float) -> Link:
@@ -144,7 +144,7 @@ class StoreHost:
         """Whether the device has the block of a trace's key."""
         return name + bytes(_KEY_BYTES * (_NAME_WORDS - 1)) in self._index.exact
 
-    def request(self, keys: Keys, seconds: float, tokens: int) -> Served:
+    def request(self, keys: Keys, seconds: float, tokens: int, priority: int = PRIORITY_DEFAULT) -> Served:
         """One prompt of these full blocks and `tokens` tokens in all that came at `seconds`."""
         self.request_count += 1
         self._pass_time(seconds - self.now, least_steps=1)
@@ -166,6 +166,8 @@ class StoreHost:
         self._pass_time(computing_seconds, least_steps=1)
         store.commit_prompt(number, chain.token_count - ready)
         store.prefill_done(number)
+        if priority != PRIORITY_DEFAULT:
+            store.retain(number, [Retention(priority)])
         store.finish(number)
         after = self._hit_tokens()
         device, host, remote = (
@@ -223,17 +225,6 @@ class StoreHost:
     def _run_links(self) -> None:
         for link in self.links:
             link.run_due()
-
-    def _prices(self, hashes: list[bytes]) -> npt.NDArray[np.float64]:
-        """What losing each block would cost: a fetch from the nearest tier that has it, else computing it again."""
-        costs, store = self._costs, self.store
-        prices = np.full(len(hashes), costs.prefill_seconds(0, store.geometry.block_tokens))
-        speeds = {"host": costs.host_bytes_per_second, "remote": costs.remote_bytes_per_second}
-        for tier in self.tiers[::-1]:
-            keys = store._parts.residency.copy_key(self._root, 0, hashes[0], 0, True).with_hashes(hashes)
-            held = np.array(tier.contains(keys))
-            prices[held] = np.minimum(prices[held], self.block_bytes / speeds[tier.name])
-        return prices
 
 
 def identity_of(geometry: KVGeometry) -> Identity:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from allocator import ConfigError
+from allocator.block_marks import PRIORITY_DEFAULT
 
 Keys: TypeAlias = "npt.NDArray[np.uint64]"
 Counts: TypeAlias = "npt.NDArray[np.int64]"
@@ -33,6 +34,8 @@ class Request:
     output_tokens: int
     block_ids: list[int]
     session: int = 0  # 0: not told
+    tenant: int = 0  # 0: not told
+    priority: int = PRIORITY_DEFAULT
     line: int = 0  # of the file that it was read from
 
 
@@ -49,6 +52,8 @@ class Trace:
     output_tokens: Counts
     seconds: npt.NDArray[np.float64]
     sessions: Keys
+    tenants: Counts  # 0: not told; else numbered from 1 on, as they came
+    priorities: Counts
     unique_count: int
 
     def __len__(self) -> int:
@@ -78,7 +83,7 @@ def build(name: str, block_tokens: int, requests: Iterable[Request], *, file: st
     lengths = np.array([row[0] for row in columns], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     if file is not None:
-        _check_parents(file, keys, starts, [row[5] for row in columns])
+        _check_parents(file, keys, starts, [row[7] for row in columns])
     if bool((np.diff(seconds) < 0).any()):
         order = np.argsort(seconds, kind="stable")
         seconds, lengths, columns = seconds[order], lengths[order], [columns[place] for place in order.tolist()]
@@ -97,6 +102,8 @@ def build(name: str, block_tokens: int, requests: Iterable[Request], *, file: st
         output_tokens=np.array([row[2] for row in columns], dtype=np.int64),
         seconds=seconds,
         sessions=np.array([row[4] for row in columns], dtype=np.uint64),
+        tenants=np.array([row[5] for row in columns], dtype=np.int64),
+        priorities=np.array([row[6] for row in columns], dtype=np.int64),
         unique_count=len(np.unique(mixed)),
     )
 
@@ -122,13 +129,16 @@ def _check_parents(file: str, keys: Keys, starts: Counts, lines: list[int]) -> N
         )
 
 
-def _collected(requests: Iterable[Request]) -> tuple[Keys, list[tuple[int, int, int, float, int, int]]]:
+def _collected(requests: Iterable[Request]) -> tuple[Keys, list[tuple[int, int, int, float, int, int, int, int]]]:
     pieces: list[Keys] = []
     pending: list[int] = []
     columns = []
+    numbers: dict[int, int] = {0: 0}
     for one in requests:
         pending += one.block_ids
-        columns.append((len(one.block_ids), one.input_tokens, one.output_tokens, one.seconds, one.session, one.line))
+        tenant = numbers.setdefault(one.tenant, len(numbers))
+        lengths = (len(one.block_ids), one.input_tokens, one.output_tokens)
+        columns.append((*lengths, one.seconds, one.session, tenant, one.priority, one.line))
         if len(pending) > 1 << 16:
             pieces.append(np.array(pending, dtype=np.uint64))
             pending = []

@@ -154,3 +154,17 @@ def test_a_shadow_keeps_parents_with_their_children_and_within_its_room() -> Non
     shadow.request([7, 8], [9.0, 9.0])  # takes the places of 4, and of the leaf 3
     shadow.request([1, 2, 3], [9.0, 9.0, 9.0])
     assert shadow.hits == 5
+
+
+@pytest.mark.parametrize("capacity", [2_000, 20_000])
+def test_the_end_of_an_epoch_looks_at_requests_and_not_at_their_blocks(capacity: int) -> None:
+    """Counted, not timed: what is looked at once an epoch, beside the records that it stands for."""
+    memory, numbers = ReuseMemory(capacity), random.Random(6)
+    for number in range(80):
+        first = 1_000_000 * numbers.randrange(60)
+        memory.observe(keys(*range(first, first + 400), *range(10**9 + 100 * number, 10**9 + 100 * number + 100)))
+    remembered = np.flatnonzero(memory._last[:: memory._stride]) * memory._stride
+    pairs, counts = np.unique(memory._last[remembered] * 64 + memory._class[remembered], return_counts=True)
+    assert memory._open == dict(zip(pairs.tolist(), counts.tolist(), strict=True))
+    assert memory.epoch > 3
+    assert len(memory._open) < len(remembered) / 80

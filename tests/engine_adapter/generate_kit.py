@@ -14,9 +14,9 @@ from engine_adapter.transformers_cache import ModelStore, StoreCache
 from kvstore import KVStoreConfig
 from tests.engine_adapter.paged_kit import tiny_model
 
-FAMILIES = ("llama", "mha", "mqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+FAMILIES = ("llama", "mha", "mqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gemma3n")
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
-NEW_TOKENS = 10
+NEW_TOKENS = 8
 BLOCK = 16
 WINDOW = 20
 
@@ -59,6 +59,21 @@ def ways(family: str) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
         "chunks": (PROMPT, {"prefill_chunk_size": 13}),
         "padded chunks": (BATCH, {"prefill_chunk_size": 13}),
     }
+
+
+PAGED_IN_FULL = ("gemma3", "gpt_oss", "deepseek_v3")
+"""Families that go all ways with the paged function in the usual run: hybrid, sinks, latents."""
+
+
+def usual_ways(family: str, paged: bool) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+    """How rows come about is the same code for all families; what paged attention reads is shown by these two."""
+    every = ways(family)
+    if not paged:
+        return every
+    kept = (
+        ("greedy", "beams", "assisted", "padded", "padded chunks") if family in PAGED_IN_FULL else ("greedy", "padded")
+    )
+    return {name: way for name, way in every.items() if name in kept}
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> list[list[int]]:

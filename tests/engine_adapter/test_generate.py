@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from allocator import ConfigError
+from allocator import IntegrityError
 from tests.engine_adapter.generate_kit import (
     BATCH,
     BLOCK,
@@ -22,9 +22,12 @@ from tests.engine_adapter.generate_kit import (
     generate,
     opened,
     random_ids,
+    usual_ways,
     ways,
 )
 from tests.engine_adapter.paged_kit import tiny_model
+
+Ways = dict[str, tuple[torch.Tensor, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -43,7 +46,19 @@ def test_generate_equals_dynamic_cache_cold_and_warm(
     case: tuple[Any, str, dict[str, list[list[int]]]], paged: bool
 ) -> None:
     model, family, expected = case
-    for name, (ids, arguments) in ways(family).items():
+    cold_and_warm(model, usual_ways(family, paged), expected, paged)
+
+
+@pytest.mark.nightly
+def test_every_way_of_every_family_with_the_paged_function(
+    case: tuple[Any, str, dict[str, list[list[int]]]],
+) -> None:
+    model, family, expected = case
+    cold_and_warm(model, ways(family), expected, True)
+
+
+def cold_and_warm(model: Any, chosen: Ways, expected: dict[str, list[list[int]]], paged: bool) -> None:
+    for name, (ids, arguments) in chosen.items():
         with opened(model, paged=paged) as kv:
             reused = []
             for _ in range(2):
@@ -71,19 +86,14 @@ def test_drafts_are_accepted_and_rejected() -> None:
 
 
 def test_layers_that_reuse_the_kv_of_another_store_none() -> None:
-    """Gemma 3n style: the last two of six layers read what layers 2 and 3 have."""
+    """Gemma 3n style: the last two of six layers read what layers 2 and 3 have. A model that lends otherwise shows."""
     model = tiny_model("gemma3n")
-    for ids, arguments in ((PROMPT, {}), (PROMPT, {"num_beams": 4}), (BATCH, {})):
-        expected = generate(model, ids, **arguments)
-        with opened(model) as kv:
-            assert sorted(layer for group in kv.geometry.groups for layer in group.layers) == [0, 1, 2, 3]
-            for reused in (False, True):
-                cache = kv.cache()
-                assert generate(model, ids, cache, **arguments) == expected
-                assert (cache.reused_tokens > 0) == reused
-                cache.finish()
-    with pytest.raises(ConfigError, match="not in paged attention yet"), opened(model, paged=True):
-        pass
+    with opened(model) as kv:
+        assert sorted(layer for group in kv.geometry.groups for layer in group.layers) == [0, 1, 2, 3]
+    with opened(model, paged=True) as kv:
+        kv._sources[4] = 0
+        with pytest.raises(IntegrityError, match="layer 4 does not attend to the KV of layer 0"):
+            generate(model, PROMPT, kv.cache())
 
 
 def test_eager_attention_too() -> None:

@@ -240,7 +240,7 @@ def test_bytes_of_a_token_by_family() -> None:
     import transformers as hf
 
     deepseek = hf.DeepseekV3Config()
-    kv = geometry_from_config(deepseek, "bfloat16", latent=True)
+    kv = geometry_from_config(deepseek, "bfloat16")
     assert kv.token_bytes == deepseek.num_hidden_layers * (512 + 64) * 2
     many, few = (
         geometry_from_config(

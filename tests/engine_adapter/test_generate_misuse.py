@@ -135,7 +135,7 @@ def test_a_paged_model_without_our_cache_says_so_and_is_itself_again_after_close
     expected = generate(model, PROMPT)
     with opened(model, paged=True) as kv:
         generate(model, PROMPT, kv.cache())
-        with pytest.raises(UsageError, match="give it one"):
+        with pytest.raises(UsageError, match="give it a cache"):
             generate(model, PROMPT)
     assert generate(model, PROMPT) == expected
 

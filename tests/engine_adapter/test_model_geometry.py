@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from allocator import ConfigError, GroupKind
-from engine_adapter.model_geometry import geometry_from_config, refuse_model
+from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_model
 from engine_adapter.runner import HFRunner
 from tests.engine_adapter.paged_kit import tiny_config, tiny_model
 
@@ -69,9 +69,8 @@ def test_rope_nested_by_layer_type_is_looked_into() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_lora_rank": 512}, "MLA.*not in this runner yet"),
         ({"layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
-        ({"num_kv_shared_layers": 2}, "shares KV"),
+        ({"num_kv_shared_layers": 2}, "shares KV.*does not say whose"),
         ({"layer_types": ["full_attention"]}, "1 layer types for 4 layers"),
         ({"use_bidirectional_attention": True}, "causally"),
     ],
@@ -84,9 +83,26 @@ def test_what_the_runner_cannot_do_is_said(change: dict[str, Any], message: str)
         geometry_from_config(config, "float32")
 
 
-def test_deepseek_is_refused_as_mla() -> None:
-    with pytest.raises(ConfigError, match="MLA"):
-        geometry_from_config(hf.DeepseekV3Config(), "bfloat16")
+def test_mla_is_one_latent_a_token_and_layer() -> None:
+    (group,) = geometry_from_config(hf.DeepseekV3Config(), "bfloat16").groups
+    assert (group.kind, group.kv_heads, group.key_dim, group.value_dim) == (GroupKind.LATENT, 1, 512 + 64, 0)
+
+
+def test_layers_that_reuse_the_kv_of_another_are_in_no_group() -> None:
+    config = tiny_config("gemma3n")
+    assert kv_sources(config) == {4: 2, 5: 3}
+    assert kv_sources(tiny_config("gemma3")) == {}
+    groups = geometry_from_config(config, "float32").groups
+    assert [group.layers for group in groups] == [(1, 3), (0, 2)]
+
+
+@pytest.mark.parametrize("modes", [[None, None, "reuse", None], [None, "store", "reuse_but_indexer", None]])
+def test_sharing_that_is_not_understood_is_refused(modes: list[str | None]) -> None:
+    config = tiny_config("llama")
+    config.layer_types = ["full_attention"] * 4
+    config.kv_sharing_modes = modes
+    with pytest.raises(ConfigError, match=r"layer 2 .*sharing mode"):
+        geometry_from_config(config, "float32")
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Falcon"])

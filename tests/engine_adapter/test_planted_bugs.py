@@ -5,13 +5,15 @@ Each is a fault that a cache of this kind has been seen to have. The first seeds
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 from allocator import BlockPool, BlockTable
+from allocator.errors import KVError
 from engine_adapter.adapter import Reservation, StoreAdapter
 from engine_adapter.batch import SequenceSlice
 from engine_adapter.decode_loop import DecodeLoop
@@ -20,11 +22,26 @@ from kvstore import HashChain, KVStore
 from kvstore.admission import Admitter
 from kvstore.device_blocks import DeviceBlocks
 from kvstore.fetching import Fetcher
-from tests.engine_adapter.loop_kit import KitMaker
+from tests.engine_adapter.loop_kit import Kit, KitMaker, geometry, make_store
 from tests.engine_adapter.random_load import run_random_mix
 
 Patch = pytest.MonkeyPatch
 SEEDS = range(60)
+
+
+@pytest.fixture
+def make_kit() -> Iterator[KitMaker]:
+    """As elsewhere, but a store that a bug has broken may say so again when it closes."""
+    made: list[Kit] = []
+
+    def make(family: str = "full", *, loop: dict[str, Any] | None = None, **settings: Any) -> Kit:
+        made.append(Kit(make_store(geometry(family), **settings), loop or {}))
+        return made[-1]
+
+    yield make
+    for kit in made:
+        with suppress(KVError):
+            kit.store.close()
 
 
 def write_into_shared_tails(patch: Patch) -> None:

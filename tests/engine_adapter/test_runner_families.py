@@ -20,7 +20,7 @@ from engine_adapter.batch import StepBatch
 from engine_adapter.runner import HFRunner
 from tests.engine_adapter.paged_kit import Paged, reference_logits, reference_tokens, tiny_model
 
-FAMILIES = ("llama", "mqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
+FAMILIES = ("llama", "mqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gemma3n")
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
 _draw = random.Random(5)
 PROMPT = [_draw.randrange(1, 97) for _ in range(75)]

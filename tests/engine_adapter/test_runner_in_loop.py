@@ -11,7 +11,7 @@ from tests.engine_adapter.loop_kit import make_store, prompt
 from tests.engine_adapter.paged_kit import reference_tokens, tiny_model
 
 NEW_TOKENS = 20
-FAMILIES = ("llama", "gemma3", "mistral", "gpt_oss")
+FAMILIES = ("llama", "gemma3", "mistral", "gpt_oss", "gemma2", "deepseek_v3", "gemma3n")
 
 
 def _tokens(seed: int, count: int) -> list[int]:

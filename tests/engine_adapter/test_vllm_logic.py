@@ -3,75 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from allocator import CacheGroup, ConfigError, GroupKind, KVGeometry
-from engine_adapter.vllm_connector.book import Book, Found
-from engine_adapter.vllm_connector.layout import GroupPages, LayerPages, blocks_per_page
+from allocator import ConfigError
+from engine_adapter.vllm_connector.book import Found
+from engine_adapter.vllm_connector.layout import GroupPages, blocks_per_page
 from engine_adapter.vllm_connector.lookup import Answer, LookupClient, LookupServer, Question
-from engine_adapter.vllm_connector.orders import LoadOrder, SaveOrder
+from engine_adapter.vllm_connector.orders import SaveOrder
 from engine_adapter.vllm_connector.settings import check_version, make_tiers, model_and_weights, read_settings
-from engine_adapter.vllm_connector.shelf import Shelf
-from kvstore import HashChain, HostTier, Identity
+from kvstore import HostTier
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.frame.specs import geometry_specs
-from kvstore.tier import Tier
-
-BLOCK, PAGE, HEADS, DIM, PAGES = 4, 8, 2, 3, 16
-RATIO = PAGE // BLOCK
-
-
-def full(layers: Sequence[int]) -> CacheGroup:
-    return CacheGroup(kind=GroupKind.FULL, layers=tuple(layers), kv_heads=HEADS, key_dim=DIM, value_dim=DIM)
-
-
-def sliding(layers: Sequence[int], window: int) -> CacheGroup:
-    return CacheGroup(
-        kind=GroupKind.SLIDING,
-        layers=tuple(layers),
-        kv_heads=HEADS,
-        key_dim=DIM,
-        value_dim=DIM,
-        window_tokens=window,
-    )
-
-
-def geometry(*groups: CacheGroup) -> KVGeometry:
-    return KVGeometry(groups=groups or (full((0, 1)),), block_tokens=BLOCK, dtype="float32")
-
-
-def identity(kv: KVGeometry | None = None, **given: Any) -> Identity:
-    return Identity(**{"model": "m", "weights": "w", "geometry": kv or geometry(), **given})
-
-
-class Memory:
-    """vLLM's pages: per layer float32[pages, heads, 2 * page tokens * dim], each value naming its own place."""
-
-    def __init__(self, group: CacheGroup, table: int = 0) -> None:
-        shape = (PAGES, HEADS, 2 * PAGE * DIM)
-        self.layers = [
-            (np.arange(np.prod(shape), dtype=np.float32) + 10_000 * layer).reshape(shape) for layer in group.layers
-        ]
-        flat = tuple(LayerPages(one.reshape(-1).view(np.uint8), table) for one in self.layers)
-        self.pages = GroupPages(flat, HEADS, DIM, BLOCK, RATIO, 4)
-
-    def tokens(self) -> np.ndarray[Any, Any]:
-        """float32[layers, pages, heads, (K, V), page tokens, dim]: K is kept channel by channel, V token by token."""
-        whole = np.stack(self.layers)
-        keys = whole[..., : PAGE * DIM].reshape(-1, PAGES, HEADS, DIM, PAGE).swapaxes(3, 4)
-        values = whole[..., PAGE * DIM :].reshape(-1, PAGES, HEADS, PAGE, DIM)
-        return np.stack([keys, values], axis=3)
-
-    def block(self, page: int, inside: int) -> np.ndarray[Any, Any]:
-        """float32[layers, heads, (K, V), block tokens, dim]"""
-        return self.tokens()[:, page, :, :, inside * BLOCK : (inside + 1) * BLOCK]
-
+from tests.engine_adapter.vllm_kit import (
+    BLOCK,
+    DIM,
+    HEADS,
+    RATIO,
+    Memory,
+    Worker,
+    full,
+    geometry,
+    sliding,
+)
 
 # layout --------------------------------------------------------------------------------------------------------------
 
@@ -117,182 +75,7 @@ def test_block_sizes_that_do_not_divide_are_refused() -> None:
         blocks_per_page(40, 16)
 
 
-# the scheduler's side ------------------------------------------------------------------------------------------------
-
-
-class Lookups:
-    def __init__(self, answer: Callable[[int, Sequence[bytes], int], Found]) -> None:
-        self.answer = answer
-
-    def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
-        return self.answer(epoch, hashes, local_blocks)
-
-
-class Request(SimpleNamespace):
-    def __init__(self, name: str, token_ids: Sequence[int], **given: Any) -> None:
-        super().__init__(request_id=name, all_token_ids=list(token_ids), **given)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-
-def book(answer: Callable[[int, Sequence[bytes], int], Found], **given: Any) -> Book:
-    return Book(identity(), BLOCK, Lookups(answer), **{"deadline_seconds": 1.0, **given})
-
-
-def nothing(epoch: int, hashes: Sequence[bytes], local_blocks: int) -> Found:
-    return Found(0, False, epoch)
-
-
-def everything(epoch: int, hashes: Sequence[bytes], local_blocks: int) -> Found:
-    return Found(len(hashes), False, epoch)
-
-
-def saves(made: Book, request: str, tokens: int) -> list[SaveOrder]:
-    return made.step([(request, tokens)], lambda name: [[1, 2, 3, 4]]).saves
-
-
-def test_only_full_blocks_of_known_tokens_are_stored_and_once() -> None:
-    made, request = book(nothing), Request("r", range(18))
-    assert made.matched_tokens(request, 0) == 0
-    chain = HashChain(identity().root(), BLOCK)
-    hashes = chain.extend(list(range(18)))
-    (first,) = saves(made, "r", 10)
-    assert (first.start, first.hashes, first.parent) == (0, hashes[:2], None)
-    assert saves(made, "r", 11) == []
-    (second,) = saves(made, "r", 40)  # drafts: written, and not among the tokens yet
-    assert (second.start, second.hashes, second.parent) == (2, hashes[2:4], hashes[1])
-    request.all_token_ids += [7, 8]
-    (third,) = saves(made, "r", 20)
-    assert third.hashes == chain.extend([7, 8])
-
-
-def test_a_hit_leaves_a_token_and_loads_what_vllm_lacks() -> None:
-    made, request = book(everything), Request("r", range(16))
-    assert made.matched_tokens(request, 0) == 12
-    assert made.matched_tokens(request, 8) == 4
-    made.load(request, [[5, 6]], 8, 4)
-    orders = made.step([], lambda name: [])
-    (load,) = orders.loads
-    assert (load.request_id, load.start, len(load.hashes), load.tables) == ("r", 2, 3, [[5, 6]])
-    assert made.step([], lambda name: []).loads == []
-
-
-def test_what_was_loaded_is_not_stored_again_unless_it_failed() -> None:
-    made, request = book(everything), Request("r", range(17))
-    assert made.matched_tokens(request, 0) == 16
-    made.load(request, [[5, 6]], 0, 16)
-    made.load_failed(["r", "unknown"])
-    assert made.matched_tokens(request, 0) == 0  # asks no more: it computes
-    (order,) = saves(made, "r", 17)
-    assert order.start == 0
-    other = Request("s", range(21))
-    made.matched_tokens(other, 0)
-    made.load(other, [[5, 6]], 0, 20)
-    assert saves(made, "s", 21) == []
-
-
-def test_asks_again_until_the_deadline() -> None:
-    now = [0.0]
-    made = book(lambda epoch, hashes, local: Found(1, True, epoch), clock=lambda: now[0])
-    request = Request("r", range(16))
-    assert made.matched_tokens(request, 0) is None
-    now[0] = 0.9
-    assert made.matched_tokens(request, 0) is None
-    now[0] = 1.1
-    assert made.matched_tokens(request, 0) == 4
-
-
-def test_an_id_that_is_used_again_is_another_request() -> None:
-    made = book(nothing)
-    made.matched_tokens(Request("r", range(8)), 0)
-    assert saves(made, "r", 8)
-    made.finished("r")
-    assert saves(made, "r", 8) == []
-    made.matched_tokens(Request("r", range(100, 108)), 0)
-    (order,) = saves(made, "r", 8)
-    assert order.hashes == HashChain(identity().root(), BLOCK).extend(list(range(100, 108)))
-
-
-def test_an_abort_before_the_step_takes_its_load_back() -> None:
-    made, request = book(everything), Request("r", range(16))
-    made.matched_tokens(request, 0)
-    made.load(request, [[5, 6]], 0, 12)
-    made.finished("r")
-    assert made.step([], lambda name: []).loads == []
-
-
-def test_a_new_epoch_ends_sharing_for_what_has_begun() -> None:
-    epochs = [0]
-    made = book(lambda epoch, hashes, local: Found(len(hashes), False, epochs[0]))
-    running, waiting = Request("r", range(8)), Request("w", range(16))
-    assert made.matched_tokens(running, 0) == 4
-    assert saves(made, "r", 4)
-    epochs[0] = 3
-    assert made.matched_tokens(waiting, 0) is None
-    assert made.epoch == 3
-    assert made.matched_tokens(waiting, 0) == 12
-    assert saves(made, "r", 8) == []
-    (order,) = saves(made, "w", 16)
-    assert order.root == identity(epoch=3).root()
-
-
-def test_salt_and_media_are_part_of_the_name() -> None:
-    place = SimpleNamespace(offset=1, length=2)
-    kinds = [
-        Request("a", range(8)),
-        Request("b", range(8), cache_salt="x"),
-        Request("c", range(8), mm_features=[SimpleNamespace(identifier="image", mm_position=place)]),
-        Request("d", range(8), mm_features=[SimpleNamespace(identifier="other", mm_position=place)]),
-    ]
-    made = book(nothing)
-    seen = []
-    for one in kinds:
-        made.matched_tokens(one, 0)
-        seen.append(saves(made, one.request_id, 8)[0].hashes[0])
-    assert len(set(seen)) == len(kinds)
-    nameless = Request("e", range(8), prompt_embeds=object())
-    assert made.matched_tokens(nameless, 0) == 0
-    assert saves(made, "e", 8) == []
-    adapted = Request("f", range(8), lora_request=SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere"))
-    assert made.matched_tokens(adapted, 0) == 0  # an adapter whose weights nobody can name
-    assert saves(made, "f", 8) == []
-
-
 # the worker's side ---------------------------------------------------------------------------------------------------
-
-
-class Worker:
-    """A shelf over pages of two groups: full layers, and sliding ones."""
-
-    def __init__(self, tiers: Sequence[Tier], kv: KVGeometry, **given: Any) -> None:
-        self.geometry = kv
-        self.memories = [Memory(group, table) for table, group in enumerate(kv.groups)]
-        self.shelf = Shelf(kv, tiers, **given)
-        self.shelf.attach([one.pages for one in self.memories])
-        self.root = identity(kv).root()
-        self.hashes = HashChain(self.root, BLOCK).extend(list(range(40)))  # 10 blocks, 5 pages
-
-    def save(self, stop: int = 10, tables: Sequence[Sequence[int]] = ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10))) -> None:
-        self.shelf.save([SaveOrder(self.root, self.hashes[:stop], 0, None, tables)])
-        until = time.monotonic() + 5
-        while not self.shelf.is_idle and time.monotonic() < until:
-            time.sleep(0.002)
-        assert self.shelf.is_idle
-
-    def load(self, start: int, stop: int, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Positions that failed."""
-        self.shelf.load(LoadOrder("r", self.root, self.hashes[:stop], start, tables))
-        until = time.monotonic() + 5
-        while time.monotonic() < until:
-            for result in self.shelf.take_finished():
-                return result.failed
-            time.sleep(0.002)
-        raise AssertionError("the load did not end")
-
-    def found(self, local_blocks: int = 0) -> int:
-        return self.shelf.find(0, self.root, self.hashes, local_blocks).blocks
 
 
 TWO = geometry(full((0, 1)), sliding((2,), 9))
@@ -380,10 +163,10 @@ def test_saves_beyond_the_staging_budget_are_dropped_and_counted() -> None:
         private_memory = False
 
     made = Worker([Stuck(1 << 20)], kv, staging_bytes=1)
-    made.shelf._staging.take(5)
+    made.shelf._saver.staging.take(5)
     made.shelf.save([SaveOrder(made.root, made.hashes, 0, None, [[1, 2, 3, 4, 5]])])
     assert made.shelf.counters()["saves_dropped_staging"] == 10
-    made.shelf._staging.used_bytes = 0
+    made.shelf._saver.staging.used_bytes = 0
     made.shelf.close()
 
 
@@ -406,7 +189,7 @@ def test_questions_go_over_a_socket_and_silence_is_a_miss() -> None:
 
     def answer(question: Question, hashes: list[bytes]) -> Answer:
         asked.append(question)
-        return Answer(len(hashes), True, 9, "no" if question.is_reset else "")
+        return Answer(len(hashes), True, 9, problem="no" if question.is_reset else "")
 
     server = LookupServer(name, answer)
     assert client.find(4, b"r" * 32, [b"h" * 32] * 3000, 2) == Found(3000, True, 9)
@@ -428,7 +211,8 @@ def test_questions_go_over_a_socket_and_silence_is_a_miss() -> None:
         ({"host_byte": 1}, "unknown key 'host_byte'"),
         ({"host_bytes": "much"}, "host_bytes: got 'much'"),
         ({"host_bytes": 1, "daemon": "default"}, "got daemon beside"),
-        ({"host_bytes": 1, "codec": "int4"}, "codec: got 'int4'"),
+        ({"host_bytes": 1, "codec": "fp4"}, "codec: got 'fp4'"),
+        ({"daemon": "redis://host"}, "daemon is 'redis://host'"),
         ({"host_bytes": 1, "block_tokens": 0}, "block_tokens is 0"),
         ({"daemon": 3}, "daemon is 3"),
     ],

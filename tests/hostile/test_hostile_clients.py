@@ -21,7 +21,7 @@ from kvstore.daemon import Daemon, DaemonTier, protocol
 from kvstore.daemon.protocol import Cause
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
-from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, until
+from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, tier_at, until
 
 OK = ResultCode.OK
 FUZZ_INPUTS = 10_000
@@ -94,14 +94,14 @@ def test_requests_that_cannot_be_met_are_refused_and_the_daemon_goes_on(daemon: 
         assert client.ask(protocol.Run, 0, bad).cause == Cause.GARBAGE
         assert client.answer() is None
         client.close()
-    good = DaemonTier(daemon.settings.socket_path)
+    good = tier_at(daemon.settings.socket_path)
     assert put(good, [key_of(1)]) == [OK]
     assert get(good, [key_of(1)]) == [OK]
     good.close()
 
 
 def test_leases_pins_and_forms_have_limits(daemon: Daemon) -> None:
-    tier = DaemonTier(daemon.settings.socket_path)
+    tier = tier_at(daemon.settings.socket_path)
     assert put(tier, [key_of(1)]) == [OK]
     client = RawClient(daemon.settings.socket_path)
     client.form()
@@ -154,13 +154,18 @@ def test_a_client_that_says_nothing_is_cut_off(daemon: Daemon) -> None:
     client = RawClient(daemon.settings.socket_path, hello=False)
     started = time.monotonic()
     assert client.answer() is None
-    assert 0.5 < time.monotonic() - started < 3
+    assert time.monotonic() - started > 0.5
     client.close()
     until(lambda: counts(daemon).get("refused_slow") == 1)
 
 
-def test_a_client_that_never_reads_is_cut_off_and_others_do_not_wait(daemon: Daemon) -> None:
-    tier = DaemonTier(daemon.settings.socket_path)
+@pytest.mark.parametrize("send_seconds", [60.0, 0.5])
+def test_a_client_that_never_reads_is_cut_off_and_others_do_not_wait(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, send_seconds: float
+) -> None:
+    """60 s: so that whoever waited for it would be seen on a slow machine too; 0.5: until it is cut off."""
+    monkeypatch.setattr("kvstore.daemon.session.SEND_SECONDS", send_seconds)
+    tier = tier_at(daemon.settings.socket_path)
     slow = RawClient(daemon.settings.socket_path)
     slow.form()
     slow.sock.settimeout(0.2)
@@ -171,8 +176,9 @@ def test_a_client_that_never_reads_is_cut_off_and_others_do_not_wait(daemon: Dae
             sent += 1
     started = time.monotonic()
     assert put(tier, [key_of(1)]) == [OK]
-    assert time.monotonic() - started < 0.25
-    until(lambda: len(daemon.stats()["clients"]) == 1, 5, "the slow reader is cut off")
+    assert time.monotonic() - started < 30
+    if send_seconds < 1:
+        until(lambda: len(daemon.stats()["clients"]) == 1, what="the slow reader is cut off")
     slow.close()
     tier.close()
 
@@ -184,7 +190,7 @@ def test_a_uid_that_is_not_on_the_list_is_refused_and_one_that_is_has_an_arena_o
     folder = outer / "kvstore"
     daemon = Daemon(settings(folder, socket_path=str(folder / "d.sock"), allowed_uids=(12345,)))
     daemon.start()
-    own = DaemonTier(daemon.settings.socket_path)
+    own = tier_at(daemon.settings.socket_path)
     assert put(own, [key_of(1), key_of(2)]) == [OK, OK]
     script = (
         "import os, sys\n"
@@ -192,7 +198,7 @@ def test_a_uid_that_is_not_on_the_list_is_refused_and_one_that_is_has_an_arena_o
         "import kvstore.daemon.client, kvstore.daemon.link, xxhash, kvstore.frame.parsing, kvstore.daemon.frames\n"
         "put(DaemonTier('/nowhere'), [key_of(9)])\n"
         "os.setgid(12345); os.setuid(int(sys.argv[2]))\n"
-        "tier = DaemonTier(sys.argv[1])\n"
+        "tier = tier_at(sys.argv[1])\n"
         "print(tier.is_up, tier.contains([key_of(1)]), [str(one) for one in put(tier, [key_of(1)])],\n"
         "      tier.counters().get('refused_uid', 0) > 0)\n"
         "tier.close()"
@@ -278,7 +284,7 @@ def mutated(draw: random.Random, packets: list[bytes]) -> bytes:
 
 
 def check_fuzz(daemon: Daemon, inputs: int) -> None:
-    tier = DaemonTier(daemon.settings.socket_path, timeout_seconds=5)
+    tier = tier_at(daemon.settings.socket_path)
     good = [key_of(n, root=b"\x09" * 32) for n in range(8)]
     assert put(tier, good) == [OK] * 8
     for seed in range(4):
@@ -291,7 +297,7 @@ def check_fuzz(daemon: Daemon, inputs: int) -> None:
     assert found["refused_garbage"] > inputs // 10
     assert not [cause for cause in found if cause.startswith("failed_")], found
     tier.close()
-    until(lambda: not daemon.stats()["clients"], 5, "no client is left")
+    until(lambda: not daemon.stats()["clients"], what="no client is left")
     left = daemon.stats()["leases"]
     assert (left["read_copies"], left["write_slots"], left["pinned_copies"]) == (0, 0, 0)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import resident_table
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -57,3 +59,13 @@ def test_the_engine_of_the_how_to_is_right() -> None:
     answers = [line[line.index("[") :] for line in run(code).splitlines()]
     assert len(answers) == 2
     assert answers[0] == answers[1]
+
+
+def test_the_table_of_resident_blocks_is_what_the_command_prints() -> None:
+    rows = resident_table.rows()
+    page = (ROOT / "README.md").read_text()
+    assert "<!-- printed by python -m benchmarks.resident_table -->\n" + "\n".join(rows) + "\n\n" in page
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in rows[2:]}
+    assert cells["llama-3.1-70b"][-1] == "8.0 times"
+    assert cells["mistral-7b"][3] == cells["mistral-7b"][4], "bounded by the window"
+    assert float(cells["deepseek-v3"][2]) == round(61 * (512 + 64) * 2 / 1024, 1), "one latent a token and layer"

@@ -16,12 +16,12 @@ import zmq
 from allocator.errors import ConfigError
 from benchmarks.peers import peer_python
 from kvstore import AllCleared, BlockRemoved, BlockStored, KVStore
-from kvstore.daemon import Daemon, DaemonTier
+from kvstore.daemon import Daemon
 from kvstore.event_feed import EventFeed, EventFollower, wire_form
 from kvstore.events import EventStream
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
-from tests.kvstore.daemon.kit import put, settings, until
+from tests.kvstore.daemon.kit import put, settings, tier_at, until
 from tests.kvstore.driving import run_prompt
 
 B = 16
@@ -125,7 +125,7 @@ def test_what_is_too_old_to_be_replayed_is_made_up_for_by_all_there_is(
         stream.publish(stored(50))
         return lossy.poll(0.05)
 
-    until(hears, 20)
+    until(hears)
     assert lossy.run(HASHES) == 0, "nobody answered: what was missed is unknown"
     assert lossy.has(HASHES[50])
     lossy.close()
@@ -141,10 +141,10 @@ def test_a_followers_memory_is_bounded_and_garbage_is_counted(ends: tuple[str, s
         sock.connect(ends[1])
         for wrong in ((b"",), (b"", b"1"), (b"", b"", b"", b"cos\nsystem\n(S'id'\ntR.")):
             sock.send_multipart(wrong)
-        until(lambda: feed.counts["refused"] == 3, 20)
+        until(lambda: feed.counts["refused"] == 3)
     for number in range(50):
         stream.publish(stored(number))
-    until(lambda: feed.counts["events"] == 51, 20)
+    until(lambda: feed.counts["events"] == 51)
     assert follower.sync()
     assert len(follower) == 10
     assert known(follower) == set(range(40, 50))
@@ -162,7 +162,7 @@ def test_a_daemons_events_are_what_its_arena_holds(tmp_path: Path, ends: tuple[s
     daemon = Daemon(settings(tmp_path, events_endpoint=ends[0], events_replay_endpoint=ends[1]))
     daemon.start()
     follower = EventFollower(*ends, timeout_seconds=20)
-    tier = DaemonTier(daemon.settings.socket_path)
+    tier = tier_at(daemon.settings.socket_path)
     keys = [key_of(number) for number in range(2000)]
 
     def held() -> bool:
@@ -173,10 +173,10 @@ def test_a_daemons_events_are_what_its_arena_holds(tmp_path: Path, ends: tuple[s
     for at in range(0, 2000, 50):
         assert put(tier, keys[at : at + 50])[0] is ResultCode.OK
     assert follower.sync()
-    until(held, 20)
+    until(held)
     assert 500 < len(follower) < 1900, "what was evicted is gone"
     tier.delete(keys[1900:])
-    until(held, 20)
+    until(held)
     tier.raise_epoch(0)
     until(lambda: follower.poll(0.05) is not None and len(follower) == 0)
     tier.close()

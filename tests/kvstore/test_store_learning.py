@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,32 @@ def test_lru_is_told_nothing() -> None:
 def test_a_policy_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eviction_policy: got 'mru' .*; expected lru or learned"):
         KVStoreConfig(eviction_policy="mru")
+
+
+def test_a_block_with_a_copy_on_disk_is_cheaper_to_lose_by_what_was_measured(tmp_path: Path) -> None:
+    config = KVStoreConfig(
+        device_bytes=64 * GEOMETRY.full_slot_bytes(0), codec="raw", io_threads="inline", disk_path=str(tmp_path)
+    )
+    with KVStore(GEOMETRY, Identity(model="toy", weights="w", geometry=GEOMETRY), config) as store:
+        prompt = [5] * (6 * B + 1)
+        chain = store.prepare(prompt)
+        prices = store._upkeep.reuse._prices
+        assert prices is not None
+        serve(store, "a", prompt[: 3 * B + 1])
+        for again in ("b", "c"):  # seen twice: written
+            serve(store, again, prompt[: 3 * B + 1])
+        store.observe_prefill(1600, 1.0)
+        store._parts.costs.tier("disk").bytes_per_second = GEOMETRY.full_slot_bytes(0) * 1000.0
+        (disk,) = store.tiers
+        assert disk.contains([store._parts.residency.copy_key(chain.root, 0, chain.hashes[2], 0, True)]) == [True]
+        found = prices.of(chain.root, chain.hashes)
+        assert found is not None
+        assert found.tolist() == pytest.approx([0.001] * 3 + [0.01] * 3, rel=0.05)
+
+
+def test_where_host_memory_takes_what_the_device_drops_every_loss_costs_alike() -> None:
+    config = KVStoreConfig(device_bytes=1 << 20, codec="raw", io_threads="inline", host_bytes=1 << 20)
+    with KVStore(GEOMETRY, Identity(model="toy", weights="w", geometry=GEOMETRY), config) as store:
+        prices = store._upkeep.reuse._prices
+        assert prices is not None
+        assert prices.of(b"r" * 32, [b"h" * 32]) is None

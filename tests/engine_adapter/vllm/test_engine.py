@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -49,6 +50,8 @@ def test_a_longer_prompt_goes_on_where_the_stored_one_ends(engine: Engine) -> No
 
 
 def test_part_from_vllms_cache_and_part_from_the_store(engine: Engine) -> None:
+    if engine.family == "mla":  # type: ignore[attr-defined]
+        pytest.skip("vLLM has no prefix cache of its own for MLA on CPU")
     whole = prompt(5, 800)
     expected = stored(engine, [whole])
     engine.answer(whole[:400])
@@ -141,6 +144,9 @@ def test_planted_keys_and_values_swapped(engine: Engine, monkeypatch: pytest.Mon
     real = GroupPages.scatter
 
     def mistaken(self: GroupPages, source: Any, places: Any) -> None:
+        if self.is_latent:  # no V: the latent where the rotated part belongs
+            rolled = np.roll(source.view(np.float32).reshape(-1, self.dim), 64, axis=1)
+            return real(self, rolled.reshape(-1).view(np.uint8), places)
         piece = self.block_tokens * self.dim * self.item_bytes
         swapped = source.reshape(-1, 2, piece)[:, ::-1].copy().reshape(-1)
         real(self, swapped, places)
@@ -155,13 +161,15 @@ def test_planted_shifted_targets(engine: Engine, monkeypatch: pytest.MonkeyPatch
     real = GroupPages.scatter
 
     def mistaken(self: GroupPages, source: Any, places: Any) -> None:
-        real(self, source, [(tables, position ^ 1) for tables, position in places])
+        real(self, source, [(tables, min(position ^ 1, 36)) for tables, position in places])
 
     monkeypatch.setattr(GroupPages, "scatter", mistaken)
     assert _differs(engine, asked, expected)
 
 
 def test_planted_partly_filled_block_saved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine.family == "mla":  # type: ignore[attr-defined]
+        pytest.skip("vLLM computes a prompt as a whole there: no block with a name is half computed")
     asked = prompt(13, 600)
     (expected,) = stored(engine, [asked])
     engine.forget(store_too=True)

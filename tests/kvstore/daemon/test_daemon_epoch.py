@@ -15,7 +15,7 @@ from kvstore.daemon import Daemon, DaemonTier, protocol
 from kvstore.daemon.epochs import DomainEpoch, DomainEpochs
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.redis_tier.tier import RedisTier
-from tests.kvstore.daemon.kit import RawClient, ServeProcess, settings, until
+from tests.kvstore.daemon.kit import RawClient, ServeProcess, settings, tier_at, until
 from tests.kvstore.disk_kit import program
 from tests.kvstore.driving import check_bytes, run_prompt
 from tests.servers import Server, shared_server
@@ -169,13 +169,13 @@ def test_case_008_a_reset_on_another_host_reaches_the_clients_of_this_one(tmp_pa
     daemon = Daemon(settings(tmp_path), [DiskTier(tmp_path / "disk", 8 << 20), RedisTier(url)])
     daemon.start()
     other_host = RedisTier(url)
-    tier = DaemonTier(str(path))
+    tier = tier_at(path)
     begun = tier.read_epoch()
     assert tier.seen_epoch() == begun > 0
     raised = other_host.raise_epoch(0)  # waits until others can have noticed
-    until(lambda: tier.seen_epoch() == raised, 0.2)
+    until(lambda: tier.seen_epoch() == raised)
     lowers = daemon.core.lowers
-    until(lambda: lowers[0].tier.read_epoch() == raised, 5, "the disk is told too")
+    until(lambda: lowers[0].tier.read_epoch() == raised, what="the disk is told too")
     assert tier.raise_epoch(0) > raised
     assert other_host.read_epoch() == tier.seen_epoch()
     for one in (tier, other_host):
@@ -188,7 +188,7 @@ def test_a_reset_that_a_tier_below_does_not_hear_of_raises(tmp_path: Path, path:
         remote = RedisTier(server.unix_url)
         daemon = Daemon(settings(tmp_path), [remote])
         daemon.start()
-        tier = DaemonTier(str(path), timeout_seconds=2)
+        tier = tier_at(path)
         before = tier.read_epoch()
         server.kill()
         with pytest.raises(TierError, match="did not reach every tier: remote"):

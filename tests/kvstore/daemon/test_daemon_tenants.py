@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from allocator.errors import UsageError
-from kvstore.daemon import Daemon, DaemonTier
+from kvstore.daemon import Daemon
 from kvstore.daemon.forms import Form
 from kvstore.daemon.protocol import PLACE, Place
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
-from tests.kvstore.daemon.kit import get, put, settings, until
+from tests.kvstore.daemon.kit import get, put, settings, tier_at, until
 
 OK, FULL, MISS = ResultCode.OK, ResultCode.FULL, ResultCode.MISS
 SLOT_BYTES = 4352  # a frame of 4 KiB and its header, as a slot
@@ -48,8 +48,8 @@ def tenants(daemon: Daemon) -> dict[str, dict[str, int]]:
 def test_a_quota_is_never_exceeded_and_its_tenants_own_oldest_copies_give_way(tmp_path: Path) -> None:
     daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20, quotas={"alice": 40 * SLOT_BYTES}))
     daemon.start()
-    alice = DaemonTier(daemon.settings.socket_path, tenant="alice")
-    bob = DaemonTier(daemon.settings.socket_path, tenant="bob")
+    alice = tier_at(daemon.settings.socket_path, tenant="alice")
+    bob = tier_at(daemon.settings.socket_path, tenant="bob")
     theirs = [key_of(n, root=BOB) for n in range(30)]
     assert put(bob, theirs) == [OK] * 30
     own = [key_of(n, root=ALICE) for n in range(100)]
@@ -72,7 +72,7 @@ def test_a_quota_is_never_exceeded_and_its_tenants_own_oldest_copies_give_way(tm
 def test_who_is_over_the_fair_share_gives_way_first(tmp_path: Path) -> None:
     daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20))
     daemon.start()
-    engine = DaemonTier(daemon.settings.socket_path, tenant="small")
+    engine = tier_at(daemon.settings.socket_path, tenant="small")
     small = [key_of(n, root=ALICE) for n in range(50)]
     assert put(engine, small) == [OK] * 50
     engine._tenant = "large"  # one engine that serves two tenants, in the same segments
@@ -86,28 +86,34 @@ def test_who_is_over_the_fair_share_gives_way_first(tmp_path: Path) -> None:
 
 
 def test_a_foreign_prefix_takes_the_time_of_a_miss(daemon: Daemon) -> None:
-    alice = DaemonTier(daemon.settings.socket_path, tenant="bob")
-    stranger = DaemonTier(daemon.settings.socket_path, tenant="eve")
+    alice = tier_at(daemon.settings.socket_path, tenant="bob")
+    stranger = tier_at(daemon.settings.socket_path, tenant="eve")
     stored = [key_of(n, root=BOB) for n in range(16)]
     own = [key_of(500 + n, root=ALICE) for n in range(16)]
     put(alice, stored)
     put(stranger, own)
     foreign = [key.hash for key in stored]
     absent = [key_of(900 + n).hash for n in range(16)]
-    took: dict[str, list[float]] = {"foreign": [], "absent": []}
-    for number in range(1500):
-        for name, hashes in (("foreign", foreign), ("absent", absent))[:: 1 if number % 2 else -1]:
-            started = time.perf_counter()
-            assert stranger.leading_run(own[0], hashes) == 0
-            took[name].append(time.perf_counter() - started)
-    ratio = statistics.median(took["foreign"]) / statistics.median(took["absent"])
-    assert 0.9 < ratio < 1.1, ratio
+
+    def ratio() -> float:
+        took: dict[str, list[float]] = {"foreign": [], "absent": []}
+        for number in range(1500):
+            for name, hashes in (("foreign", foreign), ("absent", absent))[:: 1 if number % 2 else -1]:
+                started = time.perf_counter()
+                assert stranger.leading_run(own[0], hashes) == 0
+                took[name].append(time.perf_counter() - started)
+        return statistics.median(took["foreign"]) / statistics.median(took["absent"])
+
+    ratios: list[float] = []
+    while not ratios or not 0.9 < ratios[-1] < 1.1:  # a busy machine may spoil one; a leak spoils all
+        ratios.append(ratio())
+        assert len(ratios) < 5, ratios
     for tier in (alice, stranger):
         tier.close()
 
 
 def test_an_operator_flushes_pins_and_drops(daemon: Daemon) -> None:
-    tier = DaemonTier(daemon.settings.socket_path, tenant="bob")
+    tier = tier_at(daemon.settings.socket_path, tenant="bob")
     bobs, others = [key_of(n, root=BOB) for n in range(20)], [key_of(n, root=ALICE) for n in range(5)]
     assert put(tier, bobs) == [OK] * 20
     assert put(tier, others) == [OK] * 5
@@ -122,7 +128,7 @@ def test_an_operator_flushes_pins_and_drops(daemon: Daemon) -> None:
     daemon.admin.pin(others, seconds=0.1, budget_bytes=1 << 20)
     entry = daemon.core.arenas[""].find(others[0])
     assert entry is not None
-    until(lambda: entry.pin_count == 0, 2, "a pin ends at its time")
+    until(lambda: entry.pin_count == 0, what="a pin ends at its time")
 
     assert daemon.admin.flush(BOB) == 20
     assert tier.contains(bobs) == [False] * 20, "gone from the disk too"
@@ -145,7 +151,7 @@ def test_an_operator_flushes_pins_and_drops(daemon: Daemon) -> None:
 
 
 def test_what_left_the_arena_comes_back_from_the_disk(daemon: Daemon) -> None:
-    tier = DaemonTier(daemon.settings.socket_path, tenant="bob", fetch_seconds=5)
+    tier = tier_at(daemon.settings.socket_path, tenant="bob", fetch_seconds=5)
     total = (4 << 20) // SLOT_BYTES
     keys = [key_of(n, root=BOB) for n in range(2 * total)]
     for at in range(0, len(keys), 64):
@@ -163,7 +169,7 @@ def test_what_left_the_arena_comes_back_from_the_disk(daemon: Daemon) -> None:
 def test_a_domain_below_its_share_gets_segments_from_the_largest(tmp_path: Path) -> None:
     daemon = Daemon(settings(tmp_path, segment_bytes=256 << 10, domains={"team": [4_000_000]}))
     daemon.start()
-    tier = DaemonTier(daemon.settings.socket_path)
+    tier = tier_at(daemon.settings.socket_path)
     count = (4 << 20) // SLOT_BYTES
     core = daemon.core
 
@@ -172,7 +178,7 @@ def test_a_domain_below_its_share_gets_segments_from_the_largest(tmp_path: Path)
             put(tier, [key_of(n) for n in range(at, at + 100)])
         return len(core.arenas[""].segments) == 16
 
-    until(store_own, 10, "one domain alone may have all")
+    until(store_own, what="one domain alone may have all")
     holder = core.join("of the team", 4_000_000, 0, -1)
     form = Form(key_of(0).with_hash(bytes(32)), 1, 1, 0, "bytes")
     hashes = [key_of(n).hash for n in range(200)]
@@ -186,7 +192,7 @@ def test_a_domain_below_its_share_gets_segments_from_the_largest(tmp_path: Path)
                 core.publish(holder, [lease])
         return len(core.arenas["team"].segments)
 
-    until(lambda: store() >= 3, 10)
+    until(lambda: store() >= 3)
     stats = daemon.stats()
     assert stats["counts"]["segments_shed"] >= 3
     assert stats["budget"]["reserved_bytes"] <= 4 << 20
@@ -204,7 +210,7 @@ def test_only_what_is_used_again_is_written_below(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "disk", 32 << 20, ThreadExecutor("disk"))
     daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20, spill_policy="reuse"), [disk])
     daemon.start()
-    first, second = (DaemonTier(daemon.settings.socket_path, name=name) for name in ("first", "second"))
+    first, second = (tier_at(daemon.settings.socket_path, name=name) for name in ("first", "second"))
     read, touched, again, once = ([key_of(100 * part + n) for n in range(5)] for part in range(4))
     assert put(first, [*read, *touched, *again, *once]) == [OK] * 20
     assert get(second, read) == [OK] * 5

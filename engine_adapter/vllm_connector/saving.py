@@ -1,0 +1,175 @@
+"""Blocks out of vLLM's pages into the tiers: copied at once, encoded and written behind that.
+
+`save` and `finish` come from vLLM's worker; encoding runs on a thread of its own, writing on the tiers'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from allocator import COLD, FULL
+from kvstore.executor import ThreadExecutor
+from kvstore.staging import Staging
+
+if TYPE_CHECKING:
+    from engine_adapter.vllm_connector.forms import Forms
+    from engine_adapter.vllm_connector.layout import GroupPages
+    from engine_adapter.vllm_connector.orders import SaveOrder, Tables
+    from engine_adapter.vllm_connector.shards import ShardResidency
+    from engine_adapter.vllm_connector.traffic import Traffic
+    from kvstore.tier import ByteRow, CopyKey, ResultCode, Tier
+
+_CHUNK_BLOCKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """raw_key: under which a block is stored whose values the codec cannot carry."""
+
+    key: CopyKey
+    raw_key: CopyKey
+    parent: bytes | None
+    tables: Tables
+    position: int
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Staging buffers that tiers read from: given back when the last of them has ended."""
+
+    rows: list[ByteRow] = field(default_factory=list)
+    readers: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+
+class Saver:
+    """staging_bytes: most that waits to be written, half of it for one slow tier."""
+
+    def __init__(self, traffic: Traffic, residency: ShardResidency, forms: Forms, staging_bytes: int) -> None:
+        self._traffic = traffic
+        self._residency = residency
+        self._forms = forms
+        self.staging = Staging(staging_bytes)
+        self._chunk_count = 0
+        self._under_way_bytes: Counter[str] = Counter()
+        self._encoder = ThreadExecutor("kvstore-vllm-encode") if forms.codec is not None else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way to a tier."""
+        with self._traffic.lock:
+            return not self._chunk_count
+
+    def save(self, orders: Sequence[SaveOrder], groups: Sequence[GroupPages]) -> None:
+        """Copy blocks out of vLLM's pages now, and have them written."""
+        for group, pages in enumerate(groups):
+            if not self._residency.shards[group].is_stored:
+                continue
+            for cold in (False, True):
+                wanted = [one for one in self._wanted(orders, group, pages) if (one.key != one.raw_key) is cold]
+                for at in range(0, len(wanted), _CHUNK_BLOCKS):
+                    self._save_chunk(group, pages, wanted[at : at + _CHUNK_BLOCKS], cold)
+
+    def close(self) -> None:
+        if self._encoder is not None:
+            self._encoder.close()
+
+    def _wanted(self, orders: Sequence[SaveOrder], group: int, pages: GroupPages) -> list[_Save]:
+        """What some tier lacks, of what vLLM still has."""
+        found: dict[CopyKey, _Save] = {}
+        for order in orders:
+            raw_keys, keys = self._keys(order, group)
+            with self._traffic.lock:
+                flags = [tier.contains(keys) for tier in self._traffic.tiers]
+            parents = [order.parent, *order.hashes]
+            for index, key in enumerate(keys):
+                position = order.start + index
+                if not all(flag[index] for flag in flags) and pages.is_there(order.tables, position):
+                    one = _Save(key, raw_keys[index], parents[index], order.tables, position)
+                    found.setdefault(key, one)
+        return list(found.values())
+
+    def _keys(self, order: SaveOrder, group: int) -> tuple[list[CopyKey], list[CopyKey]]:
+        """Keys of raw copies, and of the form that is wanted: a prompt's first block is never encoded."""
+        first = order.hashes[0]
+        raw, cold = (self._residency.copy_key(order.root, group, first, form, order.is_exact) for form in (FULL, COLD))
+        raw_keys = raw.with_hashes(order.hashes)
+        if order.is_raw or self._forms.codec is None:
+            return raw_keys, raw_keys
+        keys = cold.with_hashes(order.hashes)
+        return raw_keys, [*raw_keys[:1], *keys[1:]] if order.start == 0 else keys
+
+    def _save_chunk(self, group: int, pages: GroupPages, saves: Sequence[_Save], cold: bool) -> None:
+        chunk = _Chunk()
+        payload_bytes = self._forms.payload_bytes(group, COLD, self._forms.own[group])
+        with self._traffic.lock:
+            row = self.staging.take(_CHUNK_BLOCKS * pages.block_bytes)
+            encoded = self.staging.take(_CHUNK_BLOCKS * payload_bytes) if cold and row is not None else None
+            if row is None or (cold and encoded is None):
+                if row is not None:
+                    self.staging.give_back(row)
+                self._traffic.count("saves_dropped_staging", len(saves))
+                return
+            chunk.rows = [row] if encoded is None else [row, encoded]
+            self._chunk_count += 1
+        pages.gather([(one.tables, one.position) for one in saves], row)
+        if encoded is None or self._encoder is None:
+            self._put(chunk, [self._item(one.key, one, row, index) for index, one in enumerate(saves)])
+        else:
+            self._encoder.submit(partial(self._encode, group, chunk, saves))
+        self._traffic.drain()
+
+    def _encode(self, group: int, chunk: _Chunk, saves: Sequence[_Save]) -> None:
+        row, encoded = chunk.rows
+        size = encoded.nbytes // _CHUNK_BLOCKS
+        try:
+            accepted = self._forms.encode(group, row, len(saves), encoded[: len(saves) * size])
+        except Exception:
+            with self._traffic.lock:
+                self._end(chunk)
+            raise
+        items = [
+            self._item(one.key, one, encoded, index) if accepted[index] else self._item(one.raw_key, one, row, index)
+            for index, one in enumerate(saves)
+        ]
+        self._traffic.count("blocks_too_lossy", accepted.count(False))
+        if all(accepted):
+            with self._traffic.lock:
+                self.staging.give_back(chunk.rows.pop(0))
+        self._put(chunk, items)
+
+    def _item(self, key: CopyKey, save: _Save, row: ByteRow, index: int) -> tuple[CopyKey, list[ByteRow], bytes | None]:
+        size = row.nbytes // _CHUNK_BLOCKS
+        return key, [row[index * size : (index + 1) * size]], save.parent
+
+    def _put(self, chunk: _Chunk, items: Sequence[tuple[CopyKey, list[ByteRow], bytes | None]]) -> None:
+        with self._traffic.lock:
+            for tier in self._traffic.tiers:
+                waiting = self._under_way_bytes[tier.name]
+                size = chunk.size_bytes
+                if not tier.private_memory and waiting and waiting + size > self.staging.limit_bytes // 2:
+                    self._traffic.count(f"saves_dropped_{tier.name}", len(items))
+                    continue
+                chunk.readers += 1
+                self._under_way_bytes[tier.name] += size
+                self._traffic.put(tier, items, partial(self._end_put, tier, chunk, size))
+            self._traffic.count("saved_blocks", len(items))
+            self._end(chunk)
+
+    def _end_put(self, tier: Tier, chunk: _Chunk, size: int, results: Sequence[ResultCode]) -> None:
+        self._under_way_bytes[tier.name] -= size
+        self._end(chunk)
+
+    def _end(self, chunk: _Chunk) -> None:
+        chunk.readers -= 1
+        if not chunk.readers:
+            self._chunk_count -= 1
+            for row in chunk.rows:
+                self.staging.give_back(row)

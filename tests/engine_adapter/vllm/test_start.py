@@ -1,0 +1,86 @@
+"""What an engine is refused for at start, with what to change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from allocator import ConfigError
+from tests.engine_adapter.vllm import kit
+from tests.engine_adapter.vllm.kit import Engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+LARGE = 64  # a block of so many tokens lies in a slot file, not in the index
+
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    tiers = {"disk_path": str(tmp_path_factory.mktemp("disk")), "disk_bytes": "64 MiB", "block_tokens": LARGE}
+    with kit.engine(models["full"], tiers) as made:
+        yield made
+
+
+def refused(engine: Engine, change: Any, role: str = "SCHEDULER") -> str:
+    """What making a connector says with a changed copy of the engine's own config."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from engine_adapter.vllm_connector import KVStoreConnector
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    for name in ("kv_transfer_config", "cache_config", "model_config", "parallel_config", "device_config"):
+        setattr(config, name, copy.copy(getattr(config, name)))
+    config.kv_transfer_config.kv_connector_extra_config = dict(config.kv_transfer_config.kv_connector_extra_config)
+    config.kv_transfer_config.engine_id = "another"
+    change(config)
+    with pytest.raises(ConfigError) as caught:
+        KVStoreConnector(config, KVConnectorRole[role], core.scheduler.kv_cache_config)
+    return str(caught.value)
+
+
+def setting(**given: Any) -> Any:
+    return lambda config: config.kv_transfer_config.kv_connector_extra_config.update(given)
+
+
+def attribute(part: str, name: str, value: Any) -> Any:
+    return lambda config: setattr(getattr(config, part), name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (setting(block_tokens=48), "start vLLM with --block-size"),
+        (setting(disk_path="", redis_url=""), "expected host_bytes, disk_path, redis_url or daemon"),
+        (setting(daemon="tcp://there"), "expected the path of its socket"),
+        (setting(codec="int4", block_tokens=8), "block_tokens a multiple of 16"),
+        (attribute("kv_transfer_config", "kv_load_failure_policy", "fail"), "expected recompute"),
+        (attribute("model_config", "model", "some/model"), "set weights in kv_connector_extra_config"),
+        (attribute("cache_config", "cache_dtype", "int4_per_token_head"), "kv_cache_dtype: got 'int4_per_token_head'"),
+        (attribute("parallel_config", "pipeline_parallel_size", 2), "expected 1"),
+        (attribute("parallel_config", "tensor_parallel_size", 3), "expected a divisor or a multiple"),
+    ],
+)
+def test_an_engine_that_cannot_work_is_refused_at_start(engine: Engine, change: Any, expected: str) -> None:
+    assert expected in refused(engine, change)
+
+
+def test_an_unknown_kind_of_server_is_refused_at_start(engine: Engine) -> None:
+    assert "ftp" in refused(engine, setting(disk_path="", redis_url="ftp://there"), role="WORKER")
+
+
+def test_an_untested_vllm_is_refused_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.47.0")
+    message = refused(engine, lambda config: None)
+    assert "vLLM 0.47.0" in message
+    assert "tested with 0.32" in message
+
+
+def test_an_engine_with_a_bad_setting_does_not_start(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="unknown key 'hosts_bytes'"):
+        kit.Engine(models["full"], {"hosts_bytes": 1})
