@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, BlockTable, KVGeometry
     from kvstore.announce import Announcer
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.identity import Media
     from kvstore.metrics import StoreMetrics
     from kvstore.mover import Mover
