@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvstore.announce import Announcer
     from kvstore.device_blocks import BlockBytes
     from kvstore.metrics import StoreMetrics
-    from kvstore.mover import Mover
     from kvstore.retention import Retainer
     from kvstore.sequence import Sequence
     from kvstore.upkeep import Upkeep
@@ -42,7 +41,6 @@ class Growth:
         geometry: KVGeometry,
         pool: BlockPool,
         device: BlockBytes,
-        mover: Mover,
         upkeep: Upkeep,
         metrics: StoreMetrics,
         announcer: Announcer,
@@ -53,7 +51,7 @@ class Growth:
         self.computed_tokens = 0  # since the last step, which hands them to the metrics
         self._pool = pool
         self._device = device
-        self._mover = mover
+        self._mover = upkeep.mover
         self._upkeep = upkeep
         self._metrics = metrics
         self._announcer = announcer
