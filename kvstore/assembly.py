@@ -119,19 +119,10 @@ def assemble(
     upkeep = Upkeep(
         geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
     )
-
-    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
-
-    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
-        upkeep.forget(ids)
-        count_evicted(len(ids))
-        if announcer.heard:
-            announcer.evicted(group, hashes, computed_exact, form)
-
-    pool.on_evict = on_evict
+    _tell_of_evictions(pool, upkeep, metrics, announcer)
     admitter = Admitter(geometry, pool, residency, mover, costs, metrics, quotas)
     retainer = Retainer(pool, geometry.block_tokens, quotas)
-    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
+    growth = Growth(geometry, pool, device, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -170,6 +161,19 @@ def _device(
     from kvstore.device_blocks import DeviceBlocks
 
     return codec, layout, DeviceBlocks(geometry, layout, codec, device_name)
+
+
+def _tell_of_evictions(pool: BlockPool, upkeep: Upkeep, metrics: StoreMetrics, announcer: Announcer) -> None:
+    """Whoever keeps something about a device block hears that it goes."""
+    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
+
+    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
+        upkeep.forget(ids)
+        count_evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
+
+    pool.on_evict = on_evict
 
 
 def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | None) -> None:
