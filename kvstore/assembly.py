@@ -11,6 +11,7 @@ from kvstore.admission import Admitter
 from kvstore.announce import Announcer
 from kvstore.arrival import Arrivals
 from kvstore.costs import CostModel
+from kvstore.device import AbsentDevice
 from kvstore.events import EventStream
 from kvstore.executor import make_executor
 from kvstore.fetching import Fetcher
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Items
 
-    from allocator import KVGeometry
+    from allocator import EvictionPolicy, KVGeometry
     from kvstore.config import KVStoreConfig
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.executor import Executor
     from kvstore.sequence import Sequence
     from kvstore.tier import Tier
@@ -78,19 +79,20 @@ def assemble(
     sequences: Mapping[str, Sequence],
     epoch: int,
     waker: Callable[[], None],
+    policy: Callable[[int], EvictionPolicy] | None = None,
 ) -> Parts:
-    """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small."""
-    from kvstore.device_blocks import AbsentDevice, DeviceBlocks, cold_slot_bytes, make_codec
+    """Build every part. ConfigError when a group's shape does not fit the codec or the slab is too small.
 
+    policy: instead of the one that the settings name, to compare others.
+    """
     _check_parts(geometry, device_name, tiers)
-    codec = make_codec(config.codec, config.error_bound)
-    full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
-    layout = ExtentLayout(config.device_bytes, full_bytes, cold_slot_bytes(geometry, codec) if codec else ())
+    codec, layout, device = _device(geometry, config, device_name)
     metrics = StoreMetrics()
     announcer = Announcer(EventStream(epoch=epoch), codec.name if codec else None, geometry.block_tokens)
     learns = config.eviction_policy == "learned"
-    pool = BlockPool(layout, learned_together(layout.group_count, geometry.block_tokens) if learns else LRU)
-    device = AbsentDevice() if device_name == "absent" else DeviceBlocks(geometry, layout, codec, device_name)
+    if policy is None:
+        policy = learned_together(layout.group_count, geometry.block_tokens) if learns else LRU
+    pool = BlockPool(layout, policy)
 
     def on_failed(cause: str) -> None:
         metrics.add("failed_tasks", cause=cause)
@@ -117,19 +119,10 @@ def assemble(
     upkeep = Upkeep(
         geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
     )
-
-    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
-
-    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
-        upkeep.forget(ids)
-        count_evicted(len(ids))
-        if announcer.heard:
-            announcer.evicted(group, hashes, computed_exact, form)
-
-    pool.on_evict = on_evict
+    _tell_of_evictions(pool, upkeep, metrics, announcer)
     admitter = Admitter(geometry, pool, residency, mover, costs, metrics, quotas)
     retainer = Retainer(pool, geometry.block_tokens, quotas)
-    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
+    growth = Growth(geometry, pool, device, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -150,6 +143,39 @@ def assemble(
     )
 
 
+def _device(
+    geometry: KVGeometry, config: KVStoreConfig, device_name: str
+) -> tuple[BlockCodec | None, ExtentLayout, BlockBytes]:
+    """Codec of cold blocks, places and bytes. Without bytes and codec nothing here needs torch."""
+    full_bytes = tuple(geometry.full_slot_bytes(group) for group in range(len(geometry.groups)))
+    codec: BlockCodec | None = None
+    cold_bytes: tuple[int, ...] = ()
+    if config.codec != "raw":
+        from kvstore.device_blocks import cold_slot_bytes, make_codec
+
+        codec = make_codec(config.codec, config.error_bound)
+        cold_bytes = cold_slot_bytes(geometry, codec) if codec else ()
+    layout = ExtentLayout(config.device_bytes, full_bytes, cold_bytes)
+    if device_name == "absent":
+        return codec, layout, AbsentDevice(layout)
+    from kvstore.device_blocks import DeviceBlocks
+
+    return codec, layout, DeviceBlocks(geometry, layout, codec, device_name)
+
+
+def _tell_of_evictions(pool: BlockPool, upkeep: Upkeep, metrics: StoreMetrics, announcer: Announcer) -> None:
+    """Whoever keeps something about a device block hears that it goes."""
+    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
+
+    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
+        upkeep.forget(ids)
+        count_evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
+
+    pool.on_evict = on_evict
+
+
 def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | None) -> None:
     for group in geometry.groups:
         if group.lookahead_tokens:
@@ -160,8 +186,9 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
     names = [tier.name for tier in tiers or ()]
     if len(set(names)) < len(names) or "device" in names:
         raise ConfigError(f"tiers: got the names {names}; expected distinct ones, none of them 'device'")
-    if names and device_name == "absent":
-        raise ConfigError(f"tiers: got {names} for device 'absent', which has no bytes; expected none")
+    kept = [tier.name for tier in tiers or () if tier.holds_bytes]
+    if kept and device_name == "absent":
+        raise ConfigError(f"tiers: got {kept} for device 'absent', which has no bytes; expected none that keep bytes")
 
 
 def own_tiers(

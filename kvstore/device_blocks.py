@@ -4,23 +4,23 @@
 copy on write, zero the unwritten end of a fresh block, and hand out a slot's bytes to a tier. It decides nothing
 and keeps no state about blocks. Methods may run on an executor's thread; the store fences the slots they touch
 (a block in flight is neither handed out nor evicted), so no lock is needed here.
-
-`AbsentDevice` has the same methods and no bytes: the control plane alone, for planning, simulation and benchmarks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from allocator import COLD, FULL, ConfigError, KVGeometry, Slab
+from kvstore.tier import as_byte_row
 from quant import BlockShape, CodecError, get_codec
 from quant.native import pages
 
 if TYPE_CHECKING:
     from allocator import ExtentLayout
+    from kvstore.tier import ByteRow
     from quant import BlockCodec
 
 _TORCH_DTYPES = {
@@ -30,30 +30,6 @@ _TORCH_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-
-
-class BlockBytes(Protocol):
-    """What the store needs of a device."""
-
-    writes_in_place: bool
-    """`write_buffer` is the slot itself, so what a tier has put there can be read at once."""
-
-    @property
-    def slab(self) -> Slab | None: ...
-
-    def encode(self, group: int, full_slots: list[int], cold_slots: list[int]) -> list[bool]: ...
-
-    def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None: ...
-
-    def zero_tail(self, group: int, slot: int, token: int) -> None: ...
-
-    def poison(self, group: int, slots: list[int]) -> None: ...
-
-    def read_buffer(self, group: int, form: int, slot: int) -> memoryview: ...
-
-    def write_buffer(self, group: int, form: int, slot: int) -> memoryview: ...
-
-    def write_back(self, group: int, form: int, slot: int, buffer: memoryview) -> None: ...
 
 
 def block_shapes(geometry: KVGeometry) -> tuple[BlockShape, ...]:
@@ -165,6 +141,10 @@ class DeviceBlocks:
             return self._slab.slot_memory(2 * group + form, slot)
         return memoryview(bytes(self._slab.slot_bytes_view(2 * group + form, slot).cpu().numpy()))
 
+    def copy_out(self, group: int, form: int, slot: int, row: ByteRow) -> None:
+        """The slot's bytes into `row`, uint8 of their number."""
+        pages.move(as_byte_row(self.read_buffer(group, form, slot)), 0, row, 0, row.nbytes)
+
     def write_buffer(self, group: int, form: int, slot: int) -> memoryview:
         """Where a tier should put the slot's bytes; `write_back` brings them to the device afterwards."""
         if self._on_host:
@@ -175,30 +155,3 @@ class DeviceBlocks:
         if not self._on_host:
             target = self._slab.slot_bytes_view(2 * group + form, slot)
             target.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
-
-
-class AbsentDevice:
-    """No bytes at all: every method is accounting only. Cooling always succeeds, tiers cannot be attached."""
-
-    slab = None
-    writes_in_place = False
-
-    def encode(self, group: int, full_slots: list[int], cold_slots: list[int]) -> list[bool]:
-        return [True] * len(full_slots)
-
-    def copy(self, group: int, form: int, source_slot: int, target_slot: int) -> None:
-        return None
-
-    def zero_tail(self, group: int, slot: int, token: int) -> None:
-        return None
-
-    def poison(self, group: int, slots: list[int]) -> None:
-        return None
-
-    def read_buffer(self, group: int, form: int, slot: int) -> memoryview:
-        raise ConfigError("a store with device='absent' has no bytes: attach no tiers to it")
-
-    write_buffer = read_buffer
-
-    def write_back(self, group: int, form: int, slot: int, buffer: memoryview) -> None:
-        raise ConfigError("a store with device='absent' has no bytes: attach no tiers to it")

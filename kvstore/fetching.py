@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.costs import CostModel
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.layer_progress import LayerProgress
     from kvstore.metrics import StoreMetrics
     from kvstore.sequence import PendingCopy, Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from allocator import BlockPool
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.executor import Executor
     from kvstore.fetching import Fetcher
     from kvstore.metrics import StoreMetrics

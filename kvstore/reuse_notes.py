@@ -31,7 +31,7 @@ class ReuseNotes:
     ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
-        self._prices = prices
+        self.prices = prices
         self._is_learning = is_learning
         self._notes: deque[tuple[bytes, list[bytes], list[npt.NDArray[np.int32]]]] = deque(maxlen=_NOTES_MAX)
 
@@ -52,7 +52,7 @@ class ReuseNotes:
         for _ in range(min(NOTES_PER_STEP, len(notes))):
             root, hashes, tables = notes.popleft()
             keys = np.frombuffer(b"".join(hashes), dtype="<u8")[::_KEY_WORDS]
-            policies[0].observe(keys, tables, None if self._prices is None else self._prices.of(root, hashes))
+            policies[0].observe(keys, tables, None if self.prices is None else self.prices.of(root, hashes))
         if not notes:
             for policy in policies:
                 policy.settle()

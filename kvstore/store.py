@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from allocator import EvictionPolicy
     from kvstore.identity import HashChain, Identity, Media
     from kvstore.tier import Tier
 
@@ -50,11 +51,11 @@ class KVStore(StoreViews):
     tiers: fast to slow; None means a host tier of `config.host_bytes` when that is not zero.
     clock: monotonic seconds.
     placeholder_ids: token ids that stand for media; a prompt that has one without its media is refused.
-
     fetch_by_layer: an engine that computes while it loads sets it. Then disk and remote bring first layers first.
-
     Raises ConfigError when a group's shape does not fit the codec or the slab cannot hold one block per group.
     """
+
+    _eviction: Callable[[int], EvictionPolicy] | None = None  # instead of the settings' one: the simulator compares
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class KVStore(StoreViews):
         clock: Callable[[], float] = time.monotonic,
         placeholder_ids: Iterable[int] = (),
     ) -> None:
-        self.config = KVStoreConfig() if config is None else config
+        self.config = config = KVStoreConfig() if config is None else config
         check_store_arguments(geometry, self.config, device, tiers, clock)
         self.geometry = geometry
         self._device = device
@@ -75,8 +76,8 @@ class KVStore(StoreViews):
         self._clock = clock
         self._lock = threading.RLock()
         self._arrived = threading.Event()
-        self._sequences = LiveSequences()
-        parts = assemble(geometry, self.config, device, tiers, self._sequences, identity.epoch, self._arrived.set)
+        self._sequences = sequences = LiveSequences()
+        parts = assemble(geometry, config, device, tiers, sequences, identity.epoch, self._arrived.set, self._eviction)
         self.pool = parts.pool
         self.metrics = parts.metrics
         self.cold_codec = parts.cold_codec

@@ -170,6 +170,9 @@ class Tier(ABC):
     private_memory = False
     """Copies lie in this process's memory: they cost a memcpy, and go with the process."""
 
+    holds_bytes = True
+    """False: copies are counted and nothing is kept of them, for simulation under a device that has no bytes."""
+
     delivers_layers = False
     """A get by layers brings one group of layers after the other, and not all with the last byte."""
 

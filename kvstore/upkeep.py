@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from allocator import BlockPool, KVGeometry
     from kvstore.config import KVStoreConfig
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.mover import Mover
     from kvstore.residency import Residency
     from kvstore.reuse_notes import ReuseNotes
@@ -70,6 +70,7 @@ class Upkeep:
     slower: tuple[Tier, ...] = ()  # those that are not the store's own memory: written behind, by policy
     _names: dict[int, _Name] = field(default_factory=dict)  # root and parent hash by block id, for copies below
     _starved: int | None = None
+    _looked: dict[tuple[int, int], tuple[tuple[int, int], list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slower = tuple(tier for tier in self.tiers if not tier.private_memory)
@@ -285,13 +286,18 @@ class Upkeep:
     def _next_to_spill(self, group: int, form: int) -> list[int]:
         """The coldest blocks that have not had their turn, among those whose copies fill half of the first tier.
 
-        Looking at the coldest few alone would keep a copy of just these, and one prompt's admission takes many.
+        Looking at the coldest few alone would keep a copy of just these, and one prompt's admission takes many. While
+        no block becomes idle and none is evicted, as between most decode steps, the last look still holds.
         """
-        step_blocks = self.config.spill_blocks_per_step
-        size = self.pool.layout.raw_slot_bytes[2 * group + form]
-        reach = max(step_blocks, min(_REACH_BLOCKS, self.tiers[0].capacity_bytes // (2 * size)))
-        coldest = self.pool.coldest(group, reach, form).tolist()
-        waiting = [one for one in coldest if not self._had_its_turn(one)]
+        pool, step_blocks = self.pool, self.config.spill_blocks_per_step
+        state = (pool.tick, pool.evicted_count)
+        looked, found = self._looked.get((group, form), ((-1, -1), []))
+        if looked != state:
+            size = pool.layout.raw_slot_bytes[2 * group + form]
+            reach = max(step_blocks, min(_REACH_BLOCKS, self.tiers[0].capacity_bytes // (2 * size)))
+            found = pool.coldest(group, reach, form).tolist()
+        waiting = [one for one in found if not self._had_its_turn(one) and pool.is_idle(one)]
+        self._looked[group, form] = (state, waiting)
         return waiting[:step_blocks]
 
     def _had_its_turn(self, block_id: int) -> bool:

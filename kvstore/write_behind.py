@@ -25,13 +25,12 @@ from kvstore.spill_queue import NO_BLOCK, QueueLimits, SpillQueue, Waiting
 from kvstore.staging import Staging
 from kvstore.tier import ResultCode, as_byte_row
 from kvstore.tier_admission import Candidate
-from quant.native import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from allocator import BlockPool
-    from kvstore.device_blocks import BlockBytes
+    from kvstore.device import BlockBytes
     from kvstore.executor import Executor
     from kvstore.metrics import StoreMetrics
     from kvstore.tier import ByteRow, Completion, Loan, Tier, Transfer
@@ -266,8 +265,7 @@ class WriteBehind:
         def stage() -> None:
             try:
                 for place, buffer in zip(places, put.buffers, strict=True):
-                    row = as_byte_row(self._device.read_buffer(*place))
-                    pages.move(row, 0, buffer, 0, row.nbytes)
+                    self._device.copy_out(*place, buffer)
             except BaseException as error:  # carried to `take_staged`, which unfences the blocks
                 put.failure = error
             self._staged.put(put)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import typer
 
 from allocator import ConfigError
 from kvstore.cli import json_target
+from kvstore.config import size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +24,13 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     "policy", "capacity", "blocks", "codec", "hosts", "hits", "device", "host", "remote", "token hits", "evictions",
-    "moved GB", "TTFT", "saved h", "saved $",
+    "moved GB", "TTFT", "saved h", "saved $", "tiers $",
 )  # fmt: skip
+_TIER_COLUMNS = (
+    "policy", "blocks", "codec", "hosts", "tier", "GB", "hits", "written GB", "read GB", "evictions", "saved h",
+    "cost $",
+)  # fmt: skip
+_TIER_SIZE = re.compile(r"(host|remote)=([0-9]+)(?:@(.+))?")
 
 _Trace = Annotated[Path | None, typer.Option(help="Requests to replay.", metavar="FILE")]
 _Form = Annotated[str | None, typer.Option("--format", help="mooncake, bailian or kvstore; else told by itself.")]
@@ -43,7 +50,15 @@ _CapacityBlocks = Annotated[str | None, typer.Option(help="The same in raw block
 _Codec = Annotated[str, typer.Option(help="raw, int4: an int4 device holds more blocks in the same bytes.")]
 _Hosts = Annotated[str, typer.Option(help="How many, up to 1,000; each has the capacity.")]
 _Routing = Annotated[str, typer.Option(help="random, session, prefix.")]
-_Tiers = Annotated[str | None, typer.Option(help="Room below: host=BLOCKS,remote=BLOCKS; host is each host's.")]
+_Tiers = Annotated[
+    str | None,
+    typer.Option(help="Room below, and bytes a second: host=BLOCKS@20GB,remote=BLOCKS@2GB; host is each host's."),
+]
+_TierDollars = Annotated[
+    str | None, typer.Option(help="What a GiB of a tier costs an hour (default host=0.005,remote=0.017).")
+]
+_Admission = Annotated[str, typer.Option(help="What enters remote: reuse, everything (a store's spill_policy).")]
+_FetchDeadline = Annotated[float, typer.Option(help="Seconds after which a fetch is given up and computed.")]
 _TenantPercent = Annotated[float, typer.Option(help="Most of a device for one tenant's blocks, in %; 0: no quota.")]
 _Price = Annotated[str, typer.Option(help="uniform, or cost: what losing a block costs weighs its hits.")]
 _BytesPerToken = Annotated[int, typer.Option(help="Of raw KV, all layers.")]
@@ -68,8 +83,11 @@ def simulate(  # noqa: PLR0913 - the options of a command
     hosts: _Hosts = "1",
     routing: _Routing = "random",
     tiers: _Tiers = None,
+    tier_dollars: _TierDollars = None,
+    admission: _Admission = "reuse",
+    fetch_deadline: _FetchDeadline = 1.0,
     tenant_percent: _TenantPercent = 0.0,
-    price: _Price = "uniform",
+    price: _Price = "cost",
     bytes_per_token: _BytesPerToken = 131_072,
     prefill_rate: _PrefillRate = 8_000.0,
     gpu_dollars_per_hour: _GpuDollarsPerHour = 2.5,
@@ -77,7 +95,8 @@ def simulate(  # noqa: PLR0913 - the options of a command
     html: _Html = None,
     json_file: _JsonFile = None,
 ) -> None:
-    """Replay requests through the real block pool: hit ratios, bytes moved, time to first token saved.
+    """Replay requests through the real block pool, and with tiers through the real store: hit ratios, bytes moved,
+    time to first token saved, cost.
 
     Deterministic: the same trace, settings and seed give the same rows.
     """
@@ -88,14 +107,15 @@ def simulate(  # noqa: PLR0913 - the options of a command
         if target is not None and (problem := json_target.cannot_write(target)):
             raise typer.BadParameter(problem, param_hint=name)
     try:
+        below, speeds = _tiers(tiers)
         costs = Costs(
             bytes_per_token=bytes_per_token,
             prefill_tokens_per_second=prefill_rate,
             gpu_dollars_per_hour=gpu_dollars_per_hour,
+            **speeds,
+            **_prices(tier_dollars),
         )
-        below = _tiers(tiers)
-        capacities = _capacities(capacity_percent, capacity_blocks)
-        policies = _words(policy)
+        capacities, policies = _capacities(capacity_percent, capacity_blocks), _words(policy)
         if html is not None and BOUND not in policies and hosts == "1" and not any(below.values()):
             policies.append(BOUND)
         settings = [
@@ -106,6 +126,8 @@ def simulate(  # noqa: PLR0913 - the options of a command
                 routing=way,
                 seed=seed,
                 price=price,
+                admission=admission,
+                fetch_deadline_seconds=fetch_deadline,
                 tenant_percent=tenant_percent,
                 costs=costs,
                 **capacity,
@@ -129,7 +151,7 @@ def _report(trace: Trace, rows: Sequence[Row], html: str | None, json_file: str 
     if html is not None:
         from kvstore.simulation.chart import page
 
-        text = page(rows, _COLUMNS, cells)
+        text = page(rows, [(_COLUMNS, cells), *_tier_tables(rows)])
         sys.stdout.write(text) if html == "-" else Path(html).write_text(text, encoding="utf-8")
     if json_file is not None:
         described = {
@@ -141,28 +163,58 @@ def _report(trace: Trace, rows: Sequence[Row], html: str | None, json_file: str 
         }
         json_target.write(json_file, {"trace": described, "rows": [asdict(row) for row in rows]})
     if "-" not in (html, json_file):
-        _print(trace, cells)
+        _print(trace, rows, cells)
 
 
-def _print(trace: Trace, cells: Sequence[Sequence[str]]) -> None:
+def _print(trace: Trace, rows: Sequence[Row], cells: Sequence[Sequence[str]]) -> None:
     typer.echo(
         f"{trace.name}: {len(trace):,} requests, {trace.block_count:,} blocks of {trace.block_tokens} tokens, "
         f"{trace.unique_count:,} of them unique"
     )
-    table = [_COLUMNS, *cells]
-    widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
-    for row in table:
-        typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for columns, lines in [(_COLUMNS, cells), *_tier_tables(rows)]:
+        table = [columns, *lines]
+        widths = [max(len(row[column]) for row in table) for column in range(len(columns))]
+        if columns is not _COLUMNS:
+            typer.echo()
+        for row in table:
+            typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _tier_tables(rows: Sequence[Row]) -> list[tuple[Sequence[str], list[list[str]]]]:
+    """A table of what each tier did, where there is more than the device."""
+    lines = [
+        [
+            row.policy,
+            f"{row.capacity_blocks:,}",
+            row.codec,
+            _hosts(row),
+            one.tier,
+            f"{one.capacity_bytes / 1e9:,.1f}",
+            f"{one.block_hit_ratio:.2%}",
+            f"{one.written_bytes / 1e9:,.1f}",
+            f"{one.read_bytes / 1e9:,.1f}",
+            f"{one.evictions:,}",
+            f"{one.seconds_saved / 3600:,.2f}",
+            f"{one.dollars:,.2f}",
+        ]
+        for row in rows
+        if len(row.tiers) > 1
+        for one in row.tiers
+    ]
+    return [(_TIER_COLUMNS, lines)] if lines else []
+
+
+def _hosts(row: Row) -> str:
+    return str(row.hosts) if row.hosts == 1 else f"{row.hosts} {row.routing}"
 
 
 def _cells(row: Row) -> list[str]:
-    hosts = str(row.hosts) if row.hosts == 1 else f"{row.hosts} {row.routing}"
     return [
         row.policy,
         f"{row.capacity_percent:.3g} %",
         f"{row.capacity_blocks:,}",
         row.codec,
-        hosts,
+        _hosts(row),
         f"{row.block_hit_ratio:.2%}",
         f"{row.device_hit_ratio:.2%}",
         f"{row.host_hit_ratio:.2%}",
@@ -173,6 +225,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.ttft_seconds_mean:.2f} s",
         f"{row.prefill_seconds_saved / 3600:,.2f}",
         f"{row.gpu_dollars_saved:,.2f}",
+        f"{row.tier_dollars:,.2f}",
     ]
 
 
@@ -197,14 +250,28 @@ def _capacities(percent: str | None, blocks: str | None) -> list[dict[str, Any]]
     return [{"capacity_percent": one} for one in _numbers("--capacity-percent", percent or "1,2,5,10,25,50", float)]
 
 
-def _tiers(text: str | None) -> dict[str, int]:
+def _tiers(text: str | None) -> tuple[dict[str, int], dict[str, Any]]:
+    """Settings of a Setting, and of its Costs."""
     found = {"host_blocks": 0, "remote_blocks": 0}
+    speeds: dict[str, Any] = {}
+    for word in _words(text) if text is not None else []:
+        parts = _TIER_SIZE.fullmatch(word)
+        if parts is None:
+            raise ConfigError(f"--tiers: got {word!r}; expected host=BLOCKS or host=BLOCKS@20GB, or remote=...")
+        found[f"{parts[1]}_blocks"] = int(parts[2])
+        if parts[3] is not None:
+            speeds[f"{parts[1]}_bytes_per_second"] = float(size_bytes(f"bandwidth of tier {parts[1]}", parts[3]))
+    return found, speeds
+
+
+def _prices(text: str | None) -> dict[str, Any]:
+    prices: dict[str, Any] = {}
     for word in _words(text) if text is not None else []:
         name, _, value = word.partition("=")
         if name not in ("host", "remote"):
-            raise ConfigError(f"--tiers: got {word!r}; expected host=BLOCKS,remote=BLOCKS")
-        (found[f"{name}_blocks"],) = _numbers("--tiers", value, int)
-    return found
+            raise ConfigError(f"--tier-dollars: got {word!r}; expected host=NUMBER,remote=NUMBER")
+        (prices[f"{name}_dollars_per_gib_hour"],) = _numbers("--tier-dollars", value, float)
+    return prices
 
 
 def _words(text: str) -> list[str]:

@@ -52,9 +52,12 @@ class HostTier(IndexedTier[HostEntry]):
             raise ConfigError(f"capacity_bytes: got {capacity_bytes!r}; expected an int >= 1")
         super().__init__(name, executor, queue_limit_items=queue_limit_items)
         self._lock = threading.Lock()
-        self._arena = HostArena(capacity_bytes, prefault=prefault)
+        self._arena = self._make_arena(capacity_bytes, prefault)
         self._index: HostIndex = HostIndex(capacity_bytes, slot_bytes)
         self._generation = 0
+
+    def _make_arena(self, capacity_bytes: int, prefault: bool) -> HostArena:
+        return HostArena(capacity_bytes, prefault=prefault)
 
     # the contract ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from kvstore.simulation.policies import BOUND, POLICIES
 from kvstore.simulation.reading import FORMATS, read
 from kvstore.simulation.replay import replay
-from kvstore.simulation.setting import CODECS, ROUTINGS, Costs, Row, Setting
+from kvstore.simulation.setting import CODECS, ROUTINGS, Costs, Row, Setting, TierRow
 from kvstore.simulation.trace import Request, Trace, TraceError, build
 from kvstore.simulation.workloads import WORKLOADS, generate
 
@@ -28,6 +28,7 @@ __all__ = [
     "Request",
     "Row",
     "Setting",
+    "TierRow",
     "Trace",
     "TraceError",
     "build",

@@ -1,4 +1,5 @@
-"""The page of a simulation: hit ratio against capacity, a line a policy, with Belady's bound; and all rows as a table.
+"""The page of a simulation: hit ratio against capacity, a line a policy, with Belady's bound; what each tier brought
+and took; and all rows as a table.
 
 One HTML file with its drawing inside, no script, nothing linked; colours follow the reader's light or dark setting, and
 lines are named at their ends, since colour alone does not reach everybody. Pure functions; all text is escaped here.
@@ -7,47 +8,85 @@ lines are named at their ends, since colour alone does not reach everybody. Pure
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
+from kvstore.charts import Bar, Part, bar_chart, legend
+from kvstore.page import STYLE
 from kvstore.simulation.policies import BOUND
-from kvstore.simulation.setting import Row
+from kvstore.simulation.setting import Row, TierRow
 
-_WIDTH, _HEIGHT = 860, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 170, 24, 48
+_WIDTH, _HEIGHT = 640, 380
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 168, 16, 48
 _LABEL_STEP = 15
 _STYLE = """
-:root { color-scheme: light dark; --back: #ffffff; --text: #16181d; --soft: #5a6270; --grid: #d9dde3;
-  --c0: #1d5fd1; --c1: #c2570c; --c2: #0f7b4d; --c3: #8a3ab9; --c4: #b3261e; --c5: #6b7280; --c6: #0b7285; }
-@media (prefers-color-scheme: dark) { :root { --back: #101216; --text: #e8eaee; --soft: #a3abb8; --grid: #333943;
-  --c0: #6aa5ff; --c1: #f0883e; --c2: #4cc38a; --c3: #c792ea; --c4: #ff8078; --c5: #9aa3b2; --c6: #5cc8d7; } }
-body { background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; margin: 24px auto;
-  max-width: 900px; padding: 0 16px; }
-h1 { font-size: 20px; } p { color: var(--soft); }
-svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.grid { stroke: var(--grid); } .line { fill: none; stroke-width: 2; } .bound { stroke-dasharray: 5 4; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+:root { --c0: #1d5fd1; --c1: #c2570c; --c2: #0f7b4d; --c3: #8a3ab9; --c4: #b3261e; --c5: #5a6270; --c6: #0b7285; }
+@media (prefers-color-scheme: dark) { :root { --c0: #6aa5ff; --c1: #f0883e; --c2: #4cc38a; --c3: #c792ea; --c4: #ff8078;
+  --c5: #a3abb8; --c6: #5cc8d7; } }
+.hits { max-width: 860px; min-width: 540px; }
+.bound { stroke-dasharray: 5 4; }
 """
+_KINDS = {"device": "full", "host": "host", "remote": "work"}
+_HEADINGS = ("Settings", "Tiers")
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
-def page(rows: Sequence[Row], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """The whole HTML. `columns` and `cells`: the table below the drawing."""
-    trace = escape(rows[0].trace)
-    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+def page(rows: Sequence[Row], tables: Sequence[Table]) -> str:
+    """The whole HTML. `tables`: (columns, cells) to be shown below the drawings."""
+    title = escape(f"Hit ratio against capacity: {rows[0].trace}")
+    pictures = _tier_pictures(rows) if any(len(row.tiers) > 1 for row in rows) else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Hit ratio against capacity: {trace}</title><style>{_STYLE}</style></head><body>
-<h1>Hit ratio against capacity: {trace}</h1>
-<p>{rows[0].requests:,} requests, {rows[0].blocks:,} blocks. Share of all blocks presented that were resident, by
-device capacity in percent of the unique blocks. The dashed line is Belady's bound: no policy can do better.</p>
-{_drawing(rows)}
-<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>
-{body}
-</tbody></table></div></body></html>
+<title>{title}</title><style>{STYLE}{_STYLE}</style></head><body><main>
+<h1>{title}</h1>
+<p class="soft">{rows[0].requests:,} requests, {rows[0].blocks:,} blocks. Share of all blocks presented that were
+resident{_where(rows)}, by device capacity in percent of the unique blocks.{_told_of_the_bound(rows)}</p>
+<div class="scroll">{_drawing(rows)}</div>
+{pictures}
+{"".join(f"<h2>{name}</h2>{_table(*table)}" for name, table in zip(_HEADINGS, tables, strict=False))}
+</main></body></html>
 """
+
+
+def _where(rows: Sequence[Row]) -> str:
+    return " in any tier" if any(len(row.tiers) > 1 for row in rows) else ""
+
+
+def _told_of_the_bound(rows: Sequence[Row]) -> str:
+    if all(row.policy != BOUND for row in rows):
+        return ""
+    return " The dashed line is Belady's bound: no policy can do better."
+
+
+def _table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>\n'
+
+
+def _tier_pictures(rows: Sequence[Row]) -> str:
+    """What each tier brought and took, a bar a row."""
+    amounts: tuple[tuple[str, Callable[[TierRow], float], Callable[[float], str]], ...] = (
+        ("Hits, by tier", lambda one: one.block_hit_ratio, lambda total: f"{total:.1%}"),
+        ("Moved to and from tiers", lambda one: one.written_bytes + one.read_bytes, lambda n: f"{n / 1e9:,.1f} GB"),
+        ("Prefill saved, by tier", lambda one: max(0.0, one.seconds_saved), _hours),
+        ("Cost of the tiers' memory", lambda one: 0.0 if one.tier == "device" else one.dollars, lambda n: f"${n:,.2f}"),
+    )
+    cards = []
+    for title, amount, text in amounts:
+        bars = []
+        for row in rows:
+            parts = [Part(one.tier, _KINDS[one.tier], amount(one)) for one in row.tiers]
+            name = f"{_name(row, rows)}, {row.capacity_percent:.3g} %"
+            bars.append(Bar(name, parts, text(sum(part.value for part in parts))))
+        shown = {part.name for bar in bars for part in bar.parts if part.value}
+        kinds = [(tier, kind) for tier, kind in _KINDS.items() if tier in shown]
+        cards.append(f"<figure class='card'><h3>{title}</h3>{bar_chart(bars)}{legend(kinds)}</figure>")
+    return f"<div class='grid'>{''.join(cards)}</div>"
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.2f} h" if seconds >= 360 else f"{seconds:,.1f} s"
 
 
 def _drawing(rows: Sequence[Row]) -> str:
@@ -82,7 +121,7 @@ def _drawing(rows: Sequence[Row]) -> str:
     parts += _labels(ends)
     described = "; ".join(f"{name}: {own[-1].block_hit_ratio:.1%} at most" for name, own in lines.items())
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(described)}">'
+        f'<svg class="hits" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(described)}">'
         + "\n".join(parts)
         + "</svg>"
     )

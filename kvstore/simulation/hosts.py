@@ -1,17 +1,15 @@
-"""Simulated hosts: each a real BlockPool with its policy; below it host memory, below all a shared remote tier.
+"""Simulated hosts without tiers below: each a real BlockPool with its policy. And which host a request goes to.
 
-The device is the pool of the product, with no bytes behind it. A tier below is an LRU of names: what a device evicts is
-spilled into it, a hit there is fetched. One thread; used by `kvstore.simulation.replay`.
+The device is the pool of the product, with no bytes behind it. Hosts with tiers are `kvstore.simulation.stores`. One
+thread; used by `kvstore.simulation.replay`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from allocator import BlockPool, EvictionPolicy, ExtentLayout
 from allocator.block_marks import NOBODY, PRIORITY_DEFAULT, steps_of
@@ -20,95 +18,22 @@ from kvstore.simulation.trace import Keys
 _SLOT_BYTES = 64  # of a pretended block: only counts matter
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPrices:
-    """Seconds for one block: to compute it, whatever its place, since its chain goes leaf first; and to fetch it."""
-
-    compute_seconds: float
-    host_seconds: float
-    remote_seconds: float
-
-
-class LowerTier:
-    """Names of the blocks a tier below holds, the longest unused goes first. None below: what it drops is gone."""
-
-    def __init__(self, capacity_blocks: int, below: LowerTier | None) -> None:
-        self._capacity = capacity_blocks
-        self._held: OrderedDict[bytes, None] = OrderedDict()
-        self._below = below
-        self.stored_count = 0
-
-    def put(self, names: Sequence[bytes]) -> None:
-        """Takes in blocks, children before their parents."""
-        held = self._held
-        for name in names:
-            if name in held:
-                held.move_to_end(name)
-                continue
-            held[name] = None
-            self.stored_count += 1
-        while len(held) > self._capacity:
-            name, _ = held.popitem(last=False)
-            if self._below is not None:
-                self._below.put([name])
-
-    def holds(self, name: bytes) -> bool:
-        """Whether the block is here."""
-        return name in self._held
-
-    def leading_run(self, names: Sequence[bytes]) -> int:
-        """How many of the leading names are here; they count as used."""
-        held = self._held
-        count = 0
-        for name in names:
-            if name not in held:
-                break
-            count += 1
-        for name in reversed(names[:count]):
-            held.move_to_end(name)
-        return count
-
-
 class Host:
-    """One device and the host memory beside it."""
+    """One device."""
 
-    def __init__(
-        self,
-        capacity_blocks: int,
-        policy: Callable[[int], EvictionPolicy],
-        host_blocks: int = 0,
-        remote: LowerTier | None = None,
-        quota_blocks: float = 0,
-    ) -> None:
-        self._own = LowerTier(host_blocks, remote) if host_blocks else None
-        self._remote = remote
-        spill = self._own or remote
+    def __init__(self, capacity_blocks: int, policy: Callable[[int], EvictionPolicy], quota_blocks: float = 0) -> None:
         layout = ExtentLayout(_SLOT_BYTES * capacity_blocks, (_SLOT_BYTES,), (), _SLOT_BYTES)
-        on_evict = None if spill is None else lambda group, ids, names, exact, form: spill.put(names)
-        self.pool = BlockPool(layout, policy, on_evict)
+        self.pool = BlockPool(layout, policy)
         self._index = self.pool.index(0)
         self._quota_bytes = int(quota_blocks * _SLOT_BYTES)
         self.request_count = 0
-
-    @property
-    def spilled_count(self) -> int:
-        """Blocks that were written to this host's own memory."""
-        return 0 if self._own is None else self._own.stored_count
 
     def holds(self, name: bytes) -> bool:
         """Whether the device has the block."""
         return name in self._index.exact
 
-    def request(
-        self,
-        keys: Keys,
-        names: list[bytes],
-        prices: BlockPrices | None = None,
-        *,
-        tenant: int = NOBODY,
-        priority: int = PRIORITY_DEFAULT,
-    ) -> tuple[int, int, int]:
-        """One request for these full blocks: how many leading ones came from device, host memory and remote.
+    def request(self, keys: Keys, names: list[bytes], *, tenant: int = NOBODY, priority: int = PRIORITY_DEFAULT) -> int:
+        """One request for these full blocks: how many leading ones were there.
 
         What was missing is computed and kept while there is room, within the tenant's quota, beside this request's own
         blocks.
@@ -116,23 +41,22 @@ class Host:
         pool = self.pool
         self.request_count += 1
         ids = self._index.match(names)
-        device = len(ids)
-        if device:
+        hits = len(ids)
+        if hits:
             pool.share(ids)
-        own, remote = self._below(names[device:])
-        wanted = len(names) - device
+        wanted = len(names) - hits
         if wanted:
-            wanted = min(self._within_quota(tenant, device, wanted), pool.available(0))
+            wanted = min(self._within_quota(tenant, hits, wanted), pool.available(0))
             fresh = pool.allocate(0, wanted)
-            pool.seal_many(fresh, names[device : device + wanted], True)
+            pool.seal_many(fresh, names[hits : hits + wanted], True)
             ids += fresh.tolist()
         steps = steps_of(priority)
-        pool.keep(ids[:device], steps, tenant=tenant)
-        pool.keep(ids[device:], steps, tenant=tenant, first_use=True)
-        pool.policies[0].observe(keys, (ids,), None if prices is None else self._priced(names, prices))
+        pool.keep(ids[:hits], steps, tenant=tenant)
+        pool.keep(ids[hits:], steps, tenant=tenant, first_use=True)
+        pool.policies[0].observe(keys, (ids,))
         pool.release(ids[::-1])
         pool.policies[0].settle()
-        return device, own, remote
+        return hits
 
     def _within_quota(self, tenant: int, device: int, wanted: int) -> int:
         """How many blocks more a tenant may have that uses `device` now; its idle ones give way."""
@@ -142,32 +66,19 @@ class Host:
         self.pool.evict_of(tenant, self.pool.idle_bytes_of(tenant) - max(0, room))
         return max(0, min(wanted, self._quota_bytes // _SLOT_BYTES - device))
 
-    def _priced(self, names: list[bytes], prices: BlockPrices) -> npt.NDArray[np.float64]:
-        """What losing each block would cost: a fetch from the nearest tier that has it, else computing it again."""
-        found = np.full(len(names), prices.compute_seconds)
-        for tier, fetch_seconds in ((self._remote, prices.remote_seconds), (self._own, prices.host_seconds)):
-            if tier is not None:
-                held = np.fromiter(map(tier.holds, names), bool, len(names))
-                found[held] = np.minimum(found[held], fetch_seconds)
-        return found
 
-    def _below(self, names: list[bytes]) -> tuple[int, int]:
-        own = remote = 0
-        while own + remote < len(names):
-            rest = names[own + remote :]
-            more = 0 if self._own is None else self._own.leading_run(rest)
-            own += more
-            further = 0 if self._remote is None else self._remote.leading_run(rest[more:])
-            remote += further
-            if not more + further:
-                break
-        return own, remote
+class Routed(Protocol):
+    """What the router looks at."""
+
+    request_count: int
+
+    def holds(self, name: bytes) -> bool: ...
 
 
 class Router:
     """Which host a request goes to."""
 
-    def __init__(self, routing: str, hosts: Sequence[Host], seed: int) -> None:
+    def __init__(self, routing: str, hosts: Sequence[Routed], seed: int) -> None:
         self._routing = routing
         self._hosts = hosts
         self._numbers = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def read(path: Path, form: str | None = None, block_tokens: int | None = None) -
             raise TraceError(f"{place}: the trace has blocks of {tokens} tokens, asked for {block_tokens}")
     else:
         tokens = _BLOCK_TOKENS[form] if block_tokens is None else block_tokens
-    return build(path.stem, tokens, _recorded(path, tokens) if form == "kvstore" else _published(path, form, tokens))
+    requests = _recorded(path, tokens) if form == "kvstore" else _published(path, form, tokens)
+    # Bailian's page does not say that an id stands for all before it; the other two formats do
+    return build(path.stem, tokens, requests, file=path.name if form != "bailian" else None)
 
 
 def _header(head: _Line, place: str) -> int:
@@ -80,7 +83,7 @@ def _published(path: Path, form: str, block_tokens: int) -> Iterator[Request]:
                 f"{place}: got time {request.seconds} s after {before} s; expected requests in order of time"
             )
         before = request.seconds
-        yield request
+        yield replace(request, line=int(place.rpartition(" ")[2]))
 
 
 def _recorded(path: Path, block_tokens: int) -> Iterator[Request]:
@@ -99,6 +102,7 @@ def _recorded(path: Path, block_tokens: int) -> Iterator[Request]:
             _whole(line, "output_length", place, least=0, most=_TOKENS_MAX),
             ids,
             session=_whole(line, "session", place, least=0, most=KEY_MAX) if "session" in line else 0,
+            line=int(place.rpartition(" ")[2]),
             tenant=_whole(line, "tenant", place, least=0, most=KEY_MAX) if "tenant" in line else 0,
             priority=_priority(line, place),
         )

@@ -36,6 +36,7 @@ class Request:
     session: int = 0  # 0: not told
     tenant: int = 0  # 0: not told
     priority: int = PRIORITY_DEFAULT
+    line: int = 0  # of the file that it was read from
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,11 @@ class Trace:
         return max(1, int(self.unique_count * percent / 100))
 
 
-def build(name: str, block_tokens: int, requests: Iterable[Request]) -> Trace:
-    """A trace of requests, put in order of time; those of one time stay as given."""
+def build(name: str, block_tokens: int, requests: Iterable[Request], *, file: str | None = None) -> Trace:
+    """A trace of requests, put in order of time; those of one time stay as given.
+
+    file: its name, for a TraceError where an id follows different ones, though each is to stand for all before it.
+    """
     if block_tokens < 1:
         raise TraceError(f"{name}: got blocks of {block_tokens} tokens; expected at least 1")
     keys, columns = _collected(requests)
@@ -78,6 +82,8 @@ def build(name: str, block_tokens: int, requests: Iterable[Request]) -> Trace:
     seconds = np.array([row[3] for row in columns], dtype=np.float64)
     lengths = np.array([row[0] for row in columns], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
+    if file is not None:
+        _check_parents(file, keys, starts, [row[7] for row in columns])
     if bool((np.diff(seconds) < 0).any()):
         order = np.argsort(seconds, kind="stable")
         seconds, lengths, columns = seconds[order], lengths[order], [columns[place] for place in order.tolist()]
@@ -102,7 +108,28 @@ def build(name: str, block_tokens: int, requests: Iterable[Request]) -> Trace:
     )
 
 
-def _collected(requests: Iterable[Request]) -> tuple[Keys, list[tuple[int, int, int, float, int, int, int]]]:
+def _check_parents(file: str, keys: Keys, starts: Counts, lines: list[int]) -> None:
+    is_first = np.zeros(len(keys) + 1, dtype=bool)
+    is_first[starts[:-1]] = True
+    is_first = is_first[:-1]
+    parents = np.concatenate([keys[:1], keys[:-1]])
+    parents[is_first] = 0
+    order = np.argsort(keys, kind="stable")
+    same = keys[order[1:]] == keys[order[:-1]]
+    differs = (parents[order[1:]] != parents[order[:-1]]) | (is_first[order[1:]] != is_first[order[:-1]])
+    wrong = order[1:][same & differs]
+    if len(wrong):
+        place = int(wrong.min())
+        earlier = order[np.searchsorted(keys[order], keys[place])]
+        before = ["nothing" if is_first[one] else f"block {parents[one]}" for one in (place, earlier)]
+        line = lines[int(np.searchsorted(starts, place, side="right")) - 1]
+        raise TraceError(
+            f"{file}, line {line}: got block id {keys[place]} after {before[0]}, where it came after {before[1]} "
+            "before; expected an id to stand for one prefix"
+        )
+
+
+def _collected(requests: Iterable[Request]) -> tuple[Keys, list[tuple[int, int, int, float, int, int, int, int]]]:
     pieces: list[Keys] = []
     pending: list[int] = []
     columns = []
@@ -111,7 +138,7 @@ def _collected(requests: Iterable[Request]) -> tuple[Keys, list[tuple[int, int, 
         pending += one.block_ids
         tenant = numbers.setdefault(one.tenant, len(numbers))
         lengths = (len(one.block_ids), one.input_tokens, one.output_tokens)
-        columns.append((*lengths, one.seconds, one.session, tenant, one.priority))
+        columns.append((*lengths, one.seconds, one.session, tenant, one.priority, one.line))
         if len(pending) > 1 << 16:
             pieces.append(np.array(pending, dtype=np.uint64))
             pending = []

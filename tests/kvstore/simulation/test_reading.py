@@ -140,3 +140,13 @@ def test_a_seed_gives_one_workload() -> None:
         generate("nothing", 5)
     with pytest.raises(TraceError, match="requests: got 0"):
         generate("rag", 0)
+
+
+def test_an_id_that_follows_different_ones_is_refused_with_its_line(tmp_path: Path) -> None:
+    def line(*ids: int) -> dict[str, object]:
+        return {"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": list(ids)}
+
+    assert len(read(write(tmp_path, line(1, 2), line(1, 2, 3), line(1, 4)))) == 3
+    for second, word in ((line(2, 1), "after nothing"), (line(3, 2), "after block 3"), (line(7, 1), "after block 7")):
+        with pytest.raises(TraceError, match=rf"line 2: got block id [12] {word}, where it came after .* before"):
+            read(write(tmp_path, line(1, 2), second))
