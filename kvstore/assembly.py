@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
     from allocator import EvictionPolicy, KVGeometry
+    from allocator.block_life import OnEvict
     from kvstore.config import KVStoreConfig
     from kvstore.device import BlockBytes
     from kvstore.executor import Executor
@@ -120,15 +121,7 @@ def assemble(
         geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
     )
 
-    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
-
-    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
-        upkeep.forget(ids)
-        count_evicted(len(ids))
-        if announcer.heard:
-            announcer.evicted(group, hashes, computed_exact, form)
-
-    pool.on_evict = on_evict
+    pool.on_evict = _eviction_listener(upkeep, metrics, announcer)
     admitter = Admitter(geometry, pool, residency, mover, costs, metrics, quotas)
     retainer = Retainer(pool, geometry.block_tokens, quotas)
     growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
@@ -150,6 +143,19 @@ def assemble(
         retainer=retainer,
         arrivals=Arrivals(geometry, pool, admitter, growth, upkeep, metrics, announcer, sequences),
     )
+
+
+def _eviction_listener(upkeep: Upkeep, metrics: StoreMetrics, announcer: Announcer) -> OnEvict:
+    """Who hears that blocks were evicted."""
+    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
+
+    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
+        upkeep.forget(ids)
+        count_evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
+
+    return on_evict
 
 
 def _device(
