@@ -197,7 +197,8 @@ class ReuseMemory:
         counts = np.fromiter(self._open.values(), np.float64, len(self._open)) * self._stride
         ages = (self.clock - tags // _CLASSES).astype(np.float64)
         cells = tags % _CLASSES * LEVELS + np.searchsorted(self.ages[1:], ages)
-        summed, sums = np.bincount(cells, counts, minlength=size), np.bincount(cells, counts * ages, minlength=size)
+        summed = np.bincount(cells, counts, minlength=size).astype(np.float64)
+        sums = np.bincount(cells, counts * ages, minlength=size).astype(np.float64)
         return summed.reshape(_CLASSES, LEVELS), sums.reshape(_CLASSES, LEVELS)
 
     def _time_by_bin(self, count: Floats, age: Floats) -> Floats:

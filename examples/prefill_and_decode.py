@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 
-def engine(model: str, role: str, tiers: dict[str, str]) -> object:
+def engine(model: str, role: str, tiers: dict[str, str], size: int) -> object:
     from vllm import LLM
 
     transfer = {
@@ -28,11 +28,12 @@ def engine(model: str, role: str, tiers: dict[str, str]) -> object:
         model=model,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=4608,
+        max_model_len=size,
         max_num_batched_tokens=512,  # a prompt is computed, and stored, in pieces of so many tokens
         kv_cache_memory_bytes=512 << 20,
         kv_transfer_config=transfer,
         use_tqdm_on_load=False,
+        skip_tokenizer_init=True,  # prompts and answers are token ids here
     )
 
 
@@ -40,14 +41,14 @@ def ask(llm: object, prompt: list[int], tokens: int, **params: float) -> object:
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": params}
     )
     (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)  # type: ignore[attr-defined]
     return out
 
 
 def main(model: str, tiers: dict[str, str], token_count: int) -> int:
-    prefill, decode = engine(model, "kv_producer", tiers), engine(model, "kv_consumer", tiers)
+    prefill, decode = (engine(model, role, tiers, token_count + 64) for role in ("kv_producer", "kv_consumer"))
     prompt = [100 + (7 * at * at + at) % 300 for at in range(token_count)]
     for llm in (prefill, decode):
         ask(llm, [5] * 40, 1)  # the first request of an engine is slow

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
     from allocator import EvictionPolicy, KVGeometry
-    from allocator.block_life import OnEvict
     from kvstore.config import KVStoreConfig
     from kvstore.device import BlockBytes
     from kvstore.executor import Executor
@@ -120,11 +119,10 @@ def assemble(
     upkeep = Upkeep(
         geometry, pool, device, residency, mover, writes, tuple(tiers), config, sequences, reuse, cools=cools
     )
-
-    pool.on_evict = _eviction_listener(upkeep, metrics, announcer)
+    _tell_of_evictions(pool, upkeep, metrics, announcer)
     admitter = Admitter(geometry, pool, residency, mover, costs, metrics, quotas)
     retainer = Retainer(pool, geometry.block_tokens, quotas)
-    growth = Growth(geometry, pool, device, mover, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
+    growth = Growth(geometry, pool, device, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
         pool=pool,
@@ -145,19 +143,6 @@ def assemble(
     )
 
 
-def _eviction_listener(upkeep: Upkeep, metrics: StoreMetrics, announcer: Announcer) -> OnEvict:
-    """Who hears that blocks were evicted."""
-    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
-
-    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
-        upkeep.forget(ids)
-        count_evicted(len(ids))
-        if announcer.heard:
-            announcer.evicted(group, hashes, computed_exact, form)
-
-    return on_evict
-
-
 def _device(
     geometry: KVGeometry, config: KVStoreConfig, device_name: str
 ) -> tuple[BlockCodec | None, ExtentLayout, BlockBytes]:
@@ -176,6 +161,19 @@ def _device(
     from kvstore.device_blocks import DeviceBlocks
 
     return codec, layout, DeviceBlocks(geometry, layout, codec, device_name)
+
+
+def _tell_of_evictions(pool: BlockPool, upkeep: Upkeep, metrics: StoreMetrics, announcer: Announcer) -> None:
+    """Whoever keeps something about a device block hears that it goes."""
+    count_evicted = metrics.counter("evicted_blocks", tier="device", cause="room")
+
+    def on_evict(group: int, ids: list[int], hashes: list[bytes], computed_exact: list[bool], form: int) -> None:
+        upkeep.forget(ids)
+        count_evicted(len(ids))
+        if announcer.heard:
+            announcer.evicted(group, hashes, computed_exact, form)
+
+    pool.on_evict = on_evict
 
 
 def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | None) -> None:

@@ -26,6 +26,9 @@ _POLL_SECONDS = 0.01
 _BATCH_EVENTS = 256
 _QUEUE_EVENTS = 1 << 16
 _HIGH_WATER = 100_000
+_PAST_BYTES = 64 << 20
+_LONGEST_REQUEST_BYTES = 1024  # of subscribers, who may be anybody
+_REPLAYS_PER_SECOND = 20
 _MEDIA = {"device": "GPU", "host": "CPU"}
 _END = (-1).to_bytes(8, "big", signed=True)
 _encode = msgspec.msgpack.Encoder().encode
@@ -96,6 +99,8 @@ class EventFeed:
         self._boot = os.urandom(8)
         self._sequence = 0
         self._past: deque[tuple[int, bytes]] = deque(maxlen=replay_batches)
+        self._past_bytes = 0
+        self._replays = deque[float](maxlen=_REPLAYS_PER_SECOND)  # when the last ones were
         self._context = zmq.Context()
         self._publisher = self._bound(zmq.PUB, endpoint)
         self._replay = self._bound(zmq.ROUTER, replay_endpoint) if replay_endpoint else None
@@ -109,6 +114,7 @@ class EventFeed:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        sock.setsockopt(zmq.MAXMSGSIZE, _LONGEST_REQUEST_BYTES)
         try:
             sock.bind(endpoint)
         except zmq.ZMQError as error:
@@ -155,10 +161,17 @@ class EventFeed:
     def _publish(self, events: Sequence[Event], epoch: int) -> None:
         for payload in self._batches(events, epoch):
             sequence, self._sequence = self._sequence, self._sequence + 1
-            self._past.append((sequence, payload))
+            self._keep(sequence, payload)
             self._publisher.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
             self.counts["batches"] += 1
         self.counts["events"] += len(events)
+
+    def _keep(self, sequence: int, payload: bytes) -> None:
+        past = self._past
+        self._past_bytes += len(payload)
+        while past and (len(past) == past.maxlen or self._past_bytes > _PAST_BYTES):
+            self._past_bytes -= len(past.popleft()[1])
+        past.append((sequence, payload))
 
     def _batches(self, events: Sequence[Event], epoch: int) -> list[bytes]:
         now, forms = time.time(), [wire_form(one) for one in events]
@@ -171,6 +184,11 @@ class EventFeed:
         if len(frames) != 3 or len(frames[2]) != 8:
             self.counts["refused"] += 1
             return
+        now = time.monotonic()
+        if len(self._replays) == _REPLAYS_PER_SECOND and now - self._replays[0] < 1:
+            self.counts["replays_refused"] += 1  # whoever waits for it asks again
+            return
+        self._replays.append(now)
         self._publish_new()
         client, start = frames[0], int.from_bytes(frames[2], "big")
         kept = [one for one in self._past if one[0] >= start]

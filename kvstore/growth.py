@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvstore.device import BlockBytes
     from kvstore.identity import Media
     from kvstore.metrics import StoreMetrics
-    from kvstore.mover import Mover
     from kvstore.retention import Retainer
     from kvstore.sequence import Sequence
     from kvstore.upkeep import Upkeep
@@ -43,7 +42,6 @@ class Growth:
         geometry: KVGeometry,
         pool: BlockPool,
         device: BlockBytes,
-        mover: Mover,
         upkeep: Upkeep,
         metrics: StoreMetrics,
         announcer: Announcer,
@@ -54,7 +52,7 @@ class Growth:
         self.computed_tokens = 0  # since the last step, which hands them to the metrics
         self._pool = pool
         self._device = device
-        self._mover = mover
+        self._mover = upkeep.mover
         self._upkeep = upkeep
         self._metrics = metrics
         self._announcer = announcer

@@ -7,7 +7,7 @@ sockets would be found, and complained of, in a later one.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -28,12 +28,12 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call" and report.failed and call.excinfo is not None:
-        close_what_is_open(call.excinfo.tb)
+        close_what_is_open(call.excinfo.tb, list(getattr(item, "funcargs", {}).values()))
     return report
 
 
-def close_what_is_open(traceback: TracebackType | None) -> None:
-    """Locals of the tests' own frames that can be closed or stopped, the last one first."""
+def close_what_is_open(traceback: TracebackType | None, fixtures: Sequence[Any] = ()) -> None:
+    """Locals of the tests' own frames that can be closed or stopped, the last one first; fixtures end by themselves."""
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         if not str(frame.f_globals.get("__name__", "")).startswith("tests."):
@@ -41,7 +41,7 @@ def close_what_is_open(traceback: TracebackType | None) -> None:
         for value in reversed(list(frame.f_locals.values())):
             for one in reversed(value) if isinstance(value, list | tuple) else (value,):
                 end = _end_of(one)
-                if end is not None:
+                if end is not None and not any(one is given for given in fixtures):
                     with suppress(Exception):  # it is the failure before this one that counts
                         end()
 

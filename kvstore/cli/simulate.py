@@ -115,8 +115,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
             **speeds,
             **_prices(tier_dollars),
         )
-        capacities = _capacities(capacity_percent, capacity_blocks)
-        policies = _words(policy)
+        capacities, policies = _capacities(capacity_percent, capacity_blocks), _words(policy)
         if html is not None and BOUND not in policies and hosts == "1" and not any(below.values()):
             policies.append(BOUND)
         fixed = {

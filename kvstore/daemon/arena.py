@@ -22,7 +22,7 @@ from kvstore.copy_index import CopyIndex
 from kvstore.copy_key import CopyKey
 from kvstore.daemon.protocol import Place
 from kvstore.daemon.slots import ArenaEntry, ArenaSegment, SegmentHolder, Tenant, slot_size, stored_event
-from kvstore.daemon.tally import RecentlyEvicted
+from kvstore.daemon.tally import OTHERS, RecentlyEvicted
 from kvstore.events import BlockRemoved
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.events import EventStream
 
 _MOST_RECALLS = 2  # under way at a time
+_MOST_TENANTS = 2048
 
 
 class ArenaIndex(CopyIndex[ArenaEntry]):
@@ -91,10 +92,23 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
             self._events.publish(BlockRemoved("host", key.group, (key.hash,), key.codec, key.exact))
 
     def tenant(self, name: str) -> Tenant:
+        """Those that clients name are bounded: who has nothing is forgotten, and who comes too late shares one."""
         found = self.tenants.get(name)
         if found is None:
-            found = self.tenants[name] = Tenant(name)
+            if len(self.tenants) >= _MOST_TENANTS:
+                self._forget_tenants()
+                name = name if len(self.tenants) < _MOST_TENANTS // 2 else OTHERS
+            found = self.tenants.get(name) or self.tenants.setdefault(name, Tenant(name))
         return found
+
+    def _forget_tenants(self) -> None:
+        """Those who have nothing here, with their empty shelves."""
+        self.tenants = {one.name: one for one in self.tenants.values() if one.used_bytes or one.quota_bytes}
+        for by_tenant in self._shelves.values():
+            for name in [name for name in by_tenant if name not in self.tenants]:
+                shelf = by_tenant.pop(name)
+                self._candidates.pop(shelf, None)
+                del self._tenant_of_shelf[shelf], self._holder_of_shelf[shelf]
 
     def touch(self, entry: ArenaEntry) -> None:
         super().touch(entry)
@@ -290,6 +304,8 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         self.used_bytes -= entry.slot_bytes
         entry.tenant.used_bytes -= entry.slot_bytes
         self.codec_bytes[entry.key.codec] -= entry.slot_bytes
+        if not self.codec_bytes[entry.key.codec]:
+            del self.codec_bytes[entry.key.codec]  # clients name them
         segment = entry.segment
         segment.entries.remove(entry)
         segment.free_offsets.append(entry.offset)

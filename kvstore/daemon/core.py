@@ -80,9 +80,9 @@ class Core:
         self.lowers = [LowerTier(tier, self.lock, queue_bytes, settings.checks) for tier in lowers]
         self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
+        self._made = threading.Condition(self.lock)
         if handover is not None:
             handover.take_over(self)
-        self._made = threading.Condition(self.lock)
         self.pool.make_first()
         self._preparer = self.pool.prepare(self._made, self._prepare, all_of_it=settings.store.host_prefault)
 

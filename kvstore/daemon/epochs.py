@@ -21,6 +21,7 @@ from allocator.errors import TierError
 from kvstore.daemon.segments import PAGE_BYTES, SegmentMemory
 from kvstore.tier import Tier
 
+MOST_EPOCH = 1 << 62
 _LOOK_SECONDS = 0.05
 _AGAIN_SECONDS = 5.0  # until tiers that could not be told are tried again
 _ROUNDS = 3  # a tier that others share may answer with a larger epoch than it was asked for
@@ -76,6 +77,8 @@ class DomainEpoch:
         """A reset: an epoch larger than any before, here and in the tiers. Waits for them. TierError when one cannot be
         reached, or this domain has no say there; the epoch is raised all the same."""
         with self._lock:
+            if max(self.value + 1, least) > MOST_EPOCH:  # whoever knew a larger one could not tell the next daemon
+                raise TierError(f"the epoch is {self.value}, as large as one may be")
             self._set(max(self.value + 1, least))
         if self._refusal:
             raise TierError(self._refusal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass, field
 
 from kvstore.copy_key import CopyKey
@@ -10,7 +11,8 @@ from kvstore.frame.layout import FrameSpec, header_layout
 from kvstore.frame.specs import plain_specs
 
 _NO_HASH = bytes(32)
-_MOST_KNOWN = 65536
+_MOST_KNOWN_BYTES = 32 << 20
+_FORM_BYTES = 512  # about, without its parameters
 _DOMAIN_TAG = b"kvstore trust domain 1\x00"
 
 
@@ -57,11 +59,20 @@ class KnownForms:
 
     def __init__(self) -> None:
         self._by_family: dict[tuple[object, ...], Form] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
 
     def learn(self, form: Form) -> None:
-        """The first form of a family stays."""
-        if len(self._by_family) < _MOST_KNOWN:
-            self._by_family.setdefault(form.lower_template.family, form)
+        """The first form of a family stays, until so many others have been named that it is forgotten."""
+        family = form.lower_template.family
+        with self._lock:
+            if family in self._by_family:
+                return
+            self._by_family[family] = form
+            self._bytes += _FORM_BYTES + len(form.template.parameters)
+            while self._bytes > _MOST_KNOWN_BYTES:
+                oldest = self._by_family.pop(next(iter(self._by_family)))
+                self._bytes -= _FORM_BYTES + len(oldest.template.parameters)
 
     def __call__(self, key: CopyKey, payload_bytes: int) -> FrameSpec:
         form = self._by_family.get(key.family)

@@ -168,7 +168,8 @@ def _arenas(arenas: dict[str, Any]) -> dict[str, list[_Row]]:
     codecs: dict[str, float] = {}
     for one in arenas.values():
         for codec, size in one["codec_bytes"].items():
-            codecs[codec] = codecs.get(codec, 0) + size
+            name = codec if codec in codecs or len(codecs) < _MOST_VALUES else OTHERS
+            codecs[name] = codecs.get(name, 0) + size
     return {
         "class_used_bytes": [((codec,), size) for codec, size in codecs.items()],
         "evicted_blocks": [((name,), one["counts"].get("evicted", 0)) for name, one in arenas.items()],

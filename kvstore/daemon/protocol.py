@@ -26,6 +26,8 @@ LONGEST_BYTES = 96 << 10
 HASH_BYTES = 32
 MOST_FORMS = 4096
 """Forms that one connection may name."""
+MOST_FORM_BYTES = 1 << 20
+"""Codec parameters in these, together."""
 MOST_FDS = 64
 """Descriptors that go with one answer."""
 

@@ -64,7 +64,7 @@ class Daemon:
         self._sessions_lock = threading.Lock()
         self._by_uid: Counter[int] = Counter()
         self._door = Door()
-        self._active_count = 1
+        self._shares: dict[Session, int] = {}
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._feed: EventFeed | None = None
@@ -162,7 +162,7 @@ class Daemon:
                 close_heard(sock)
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LISTEN_BUFFER_BYTES)
-            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), lambda: self._active_count)
+            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), self._sharers)
         except OSError:
             sock.close()
             return
@@ -211,13 +211,26 @@ class Daemon:
             self.admin.tick()
             if time.monotonic() >= next_share:
                 next_share = time.monotonic() + 0.5
-                busy = [one for one in sessions if one.spent - before.get(one, 0) > 50]
-                self._active_count = max(1, len(busy))
+                self._shares = shares([one for one in sessions if one.spent - before.get(one, 0) > 50])
                 before = {one: one.spent for one in sessions}
+
+    def _sharers(self, session: Session) -> int:
+        """Of which part of the request rate this one may have: as one more where it was not busy until now."""
+        found = self._shares
+        return found.get(session) or 1 + max(found.values(), default=0)
 
     def _count(self, cause: str) -> None:
         with self.core.lock:
             self.core.counts[cause] += 1
+
+
+def shares(busy: Sequence[Session]) -> dict[Session, int]:
+    """What part of the request rate each has, as its divisor: users share alike, then the processes of a user, then the
+    connections of a process. So who opens many connections gains nothing by it."""
+    uids = {one.uid for one in busy}
+    processes = Counter(uid for uid, _ in {(one.uid, one.pid) for one in busy})
+    connections = Counter((one.uid, one.pid) for one in busy)
+    return {one: len(uids) * processes[one.uid] * connections[one.uid, one.pid] for one in busy}
 
 
 def event_feed(core: Core, settings: DaemonSettings) -> EventFeed | None:

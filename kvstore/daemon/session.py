@@ -41,10 +41,10 @@ def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
 
 
 class Session:
-    """See the module. uid, pid: the peer's, from the kernel; others: how many connections share the request rate."""
+    """See the module. uid, pid: the peer's, from the kernel; others: among how many the request rate is shared."""
 
     def __init__(
-        self, core: Core, sock: socket.socket, uid: int, pid: int, pid_fd: int, others: Callable[[], int]
+        self, core: Core, sock: socket.socket, uid: int, pid: int, pid_fd: int, others: Callable[[Session], int]
     ) -> None:
         self.uid, self.pid = uid, pid
         self.request_count = 0
@@ -57,6 +57,7 @@ class Session:
         self._pid_fd = pid_fd
         self._others = others
         self._forms: dict[int, Form] = {}
+        self._form_bytes = 0
         self._said_goodbye = False
         self._tokens = 1.0
         self._refilled = time.monotonic()
@@ -208,7 +209,7 @@ class Session:
     def _wait_for_tokens(self) -> None:
         """This connection's part of the request rate is used up: its next request waits."""
         now = time.monotonic()
-        rate = max(_LEAST_RATE, self._core.settings.requests_per_second / max(1, self._others()))
+        rate = max(_LEAST_RATE, self._core.settings.requests_per_second / max(1, self._others(self)))
         burst = rate * _BURST_SECONDS
         self._tokens = max(-rate * _MOST_DEBT_SECONDS, min(burst, self._tokens + (now - self._refilled) * rate))
         self._refilled = now
@@ -246,7 +247,9 @@ class Session:
         return self.holder
 
     def _form(self, message: protocol.Form) -> protocol.Answer:
-        if message.form in self._forms or len(self._forms) >= protocol.MOST_FORMS:
+        self._form_bytes += len(message.parameters)
+        is_over = len(self._forms) >= protocol.MOST_FORMS or self._form_bytes > protocol.MOST_FORM_BYTES
+        if message.form in self._forms or is_over:
             raise RefusedError(Cause.FORM, f"form {message.form}: named before, or one too many")
         spans = (message.heads, message.layers)
         try:

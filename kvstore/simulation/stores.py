@@ -167,7 +167,7 @@ class StoreHost:
         store.commit_prompt(number, chain.token_count - ready)
         store.prefill_done(number)
         if priority != PRIORITY_DEFAULT:
-            store.retain(number, [Retention(priority)])
+            store.retain(number, [Retention(priority=priority)])
         store.finish(number)
         after = self._hit_tokens()
         device, host, remote = (

@@ -315,8 +315,8 @@ def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif mistake == "positions":  # what follows a hit stands at 0 again
         cut = PassArguments.cut
 
-        def restarted(self: PassArguments, columns: int) -> None:
-            cut(self, columns)
+        def restarted(self: PassArguments, columns: int, media_to_come: bool) -> None:
+            cut(self, columns, media_to_come)
             if columns:
                 count = self.kwargs["input_ids"].shape[1]
                 self.kwargs["position_ids"] = torch.arange(count)[None]

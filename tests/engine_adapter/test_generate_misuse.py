@@ -38,7 +38,7 @@ def test_padding_on_the_right_is_refused(model: Any) -> None:
         ({"attention_mask": torch.ones(1, 1, 42, 42)}, "attention_mask: got"),
         ({"attention_mask": torch.ones(1, 41)}, "attention_mask: got"),
         ({"attention_mask": torch.tensor([[0] + [1] * 41])}, "position_ids: rows with padding need them"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 42, 32)}, "takes text only"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 42, 32)}, "needs input_ids"),
         ({"input_ids": None}, "input_ids: expected"),
     ],
 )

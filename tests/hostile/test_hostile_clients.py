@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
-from kvstore.daemon import Daemon, DaemonTier, protocol
+from kvstore.daemon import Daemon, protocol
+from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.protocol import Cause
+from kvstore.daemon.server import shares
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, tier_at, until
 
 OK = ResultCode.OK
-FUZZ_INPUTS = 10_000
-FUZZ_INPUTS_LONG = 120_000
 
 
 @pytest.fixture
@@ -119,6 +119,91 @@ def test_leases_pins_and_forms_have_limits(daemon: Daemon) -> None:
     assert get(tier, [key_of(1)]) == [OK]
     client.close()
     until(lambda: daemon.stats()["leases"]["read_copies"] == 0)
+    tier.close()
+
+
+def test_what_clients_name_is_bounded(daemon: Daemon) -> None:
+    """Tenants, forms and codecs: found here, each name that was ever said stayed for good."""
+    arena = daemon.core.arena("")
+    for turn in range(3):
+        client = RawClient(daemon.settings.socket_path)
+        for number in range(1000):
+            key = key_of(0, codec=f"c{number}")
+            fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, bytes(1000))
+            client.ask(protocol.Form, number, *fields, 1, 1, 0, "bytes", f"tenant {turn} {number}")
+            hashes = key_of(1000 * turn + number).hash
+            answer = client.ask(protocol.Reserve, number, hashes, key.root, [5000])
+            (place,) = protocol.PLACE.iter_unpack(answer.places)
+            client.tell(protocol.Abandon, [place[3]])
+        client.close()
+    with daemon.core.lock:
+        assert len(arena.tenants) <= 2048
+        assert sum(map(len, arena._shelves.values())) <= 2048
+    until(lambda: not arena.codec_bytes)
+    client = RawClient(daemon.settings.socket_path)
+    key = key_of(0)
+    fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, bytes(16384), 1, 1, 0, "bytes", "")
+    causes = [getattr(client.ask(protocol.Form, number, *fields), "cause", None) for number in range(70)]
+    assert causes == [None] * 64 + [Cause.FORM] * 6
+    client.close()
+
+
+def test_forms_of_many_families_are_forgotten_by_age() -> None:
+    known = KnownForms()
+    for number in range(4000):
+        key = key_of(0).with_hash(bytes(32))._replace(group=number, parameters=bytes(16384))
+        known.learn(Form(key, 1, 1, 0, "bytes"))
+    assert known._bytes <= 32 << 20
+    assert len(known._by_family) < 2000
+
+
+def test_who_opens_many_connections_gets_no_more_of_the_rate() -> None:
+    class One(NamedTuple):
+        uid: int
+        pid: int
+        number: int
+
+    hostile = [One(1, pid, number) for pid in (10, 11) for number in range(30)]
+    good = [One(1, 20, 0), One(2, 30, 0)]
+    found = shares(hostile + good)  # type: ignore[arg-type]
+    assert {found[one] for one in hostile} == {2 * 3 * 30}  # type: ignore[index]
+    assert [found[one] for one in good] == [6, 2]  # type: ignore[index]
+    assert sum(1 / part for part in found.values()) == pytest.approx(1)
+
+
+def test_long_requests_are_slowed_by_what_they_cost(daemon: Daemon) -> None:
+    """Found here: a lookup of 1,024 hashes counted as one of 16, so two clients could keep a core busy."""
+    client = RawClient(daemon.settings.socket_path)
+    client.form()
+    session = next(iter(daemon._sessions))
+    for _ in range(50):
+        client.ask(protocol.Contains, 0, key_of(1).hash * 1024)
+    assert session.spent > 2 * session.request_count
+    short = RawClient(daemon.settings.socket_path)
+    short.form()
+    other = next(one for one in daemon._sessions if one is not session)
+    before = other.spent
+    for _ in range(50):
+        short.ask(protocol.Run, 0, key_of(1).hash * 16)
+    assert other.spent - before == 50
+    for one in (client, short):
+        one.close()
+
+
+@pytest.mark.parametrize("packet", [b"\xff" * 5000, protocol.encode(protocol.Hello(1, protocol.MAGIC, 99, "x"))])
+def test_a_process_that_was_cut_off_again_and_again_is_turned_away(daemon: Daemon, packet: bytes) -> None:
+    tier = tier_at(daemon.settings.socket_path)
+    for _ in range(12):
+        client = RawClient(daemon.settings.socket_path, hello=False)
+        with suppress(BrokenPipeError):
+            client.sock.send(packet)
+        answer = client.answer()
+        client.close()
+        if answer is not None and answer.cause == Cause.PACE:
+            break
+    assert answer.cause == Cause.PACE
+    assert counts(daemon)["refused_pace"] >= 1
+    assert put(tier, [key_of(1)]) == [OK], "who is in stays in"
     tier.close()
 
 
@@ -228,89 +313,6 @@ def test_a_private_daemons_folder_and_socket_are_closed_to_others(tmp_path: Path
     daemon.stop()
 
 
-def fuzz(daemon: Daemon, inputs: int, seed: int) -> None:
-    """Messages that were good, changed a little or much, over connections that have said hello, and some that not."""
-    draw = random.Random(seed)
-    hashes = [key_of(n).hash for n in range(64)]
-    some = b"".join(hashes[:16])
-    key = key_of(0)
-    form = (key.root, 0, "raw", True, (0, 2), (0, 4), b"", 1, 1, 0, "bytes", "")
-    seeds = [
-        protocol.Hello(1, protocol.MAGIC, 1, "fuzz"), protocol.Form(1, 1, *form), protocol.Run(1, 0, some),
-        protocol.Contains(1, 0, some), protocol.Acquire(1, 0, some, [4096] * 16), protocol.Release(1, [1, 2, 3]),
-        protocol.Reserve(1, 0, some, key.root * 16, [5000] * 16), protocol.Publish(1, [1, 2, 3]),
-        protocol.Abandon(1, [1, 2, 3]), protocol.Touch(1, 0, some), protocol.Delete(1, 0, some), protocol.Clear(1),
-        protocol.Pin(1, 0, some), protocol.Unpin(1, 0, some), protocol.Suspect(1, 0, some),
-        protocol.Return(1, [1, 2, 3]), protocol.Ping(1), protocol.Disown(1, bytes(16)),
-    ]  # fmt: skip
-    packets = [protocol.encode(one) for one in seeds]
-    client: RawClient | None = None
-    for _ in range(inputs):
-        if client is None:
-            client = RawClient.beside(daemon, hello=draw.random() < 0.95)
-            if client.welcome is not None:
-                client.form()
-        try:
-            client.sock.send(mutated(draw, packets))
-            client.seq = 10**9
-            answer = client.ask(protocol.Ping)  # so that every input has been looked at before the next one
-            while answer is not None and answer.seq != client.seq:
-                answer = client.answer()
-        except OSError:
-            answer = None
-        if answer is None:
-            client.close()
-            client = None
-    if client is not None:
-        client.close()
-
-
-def mutated(draw: random.Random, packets: list[bytes]) -> bytes:
-    packet = bytearray(draw.choice(packets))
-    kind = draw.randrange(8)
-    if kind == 0:
-        return bytes(packet)
-    if kind == 1:
-        return bytes(packet[: draw.randrange(1, len(packet) + 1)])
-    if kind == 2:
-        return draw.randbytes(draw.randrange(1, 300))
-    if kind == 3:
-        other = draw.choice(packets)
-        return bytes(packet[: draw.randrange(len(packet))]) + other[draw.randrange(len(other)) :] or b"x"
-    for _ in range(draw.choice((1, 1, 2, 8))):
-        place = draw.randrange(min(len(packet), draw.choice((4, 16, 600))))
-        packet[place] = draw.choice((0, 1, 0x7F, 0x80, 0xC0, 0xC1, 0xCF, 0xD9, 0xDD, 0xFF, draw.randrange(256)))
-    return bytes(packet)
-
-
-def check_fuzz(daemon: Daemon, inputs: int) -> None:
-    tier = tier_at(daemon.settings.socket_path)
-    good = [key_of(n, root=b"\x09" * 32) for n in range(8)]
-    assert put(tier, good) == [OK] * 8
-    for seed in range(4):
-        fuzz(daemon, inputs // 4, seed)
-        assert get(tier, good) == [OK] * 8
-        for arena in daemon.core.arenas.values():
-            with daemon.core.lock:
-                arena.check()
-    found = counts(daemon)
-    assert found["refused_garbage"] > inputs // 10
-    assert not [cause for cause in found if cause.startswith("failed_")], found
-    tier.close()
-    until(lambda: not daemon.stats()["clients"], what="no client is left")
-    left = daemon.stats()["leases"]
-    assert (left["read_copies"], left["write_slots"], left["pinned_copies"]) == (0, 0, 0)
-
-
-def test_fuzzed_messages(daemon: Daemon) -> None:
-    check_fuzz(daemon, FUZZ_INPUTS)
-
-
-@pytest.mark.faults
-def test_fuzzed_messages_for_long(daemon: Daemon) -> None:
-    check_fuzz(daemon, FUZZ_INPUTS_LONG)
-
-
 FLOOD = """
 import sys, socket, time
 from tests.kvstore.daemon.kit import *
@@ -338,12 +340,23 @@ while time.monotonic() < until_time:
 
 @pytest.mark.parametrize("kind", ["connections", "garbage", "leases", "requests"])
 def test_a_flood_leaves_the_daemon_responsive(tmp_path: Path, kind: str) -> None:
-    """The bound here is one that a loaded test machine keeps; the suite `daemon` measures the factor."""
+    """Far wider than what the suite `daemon` measures (rows flood_of_*): a loaded machine keeps it."""
     server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "8 MiB")
-    tier = DaemonTier(str(tmp_path / "d.sock"), timeout_seconds=2)
+    tier = tier_at(tmp_path / "d.sock")
     keys = [key_of(n, root=b"\x09" * 32) for n in range(16)]
     assert put(tier, keys) == [OK] * 16
     assert tier.pin(keys) == [True] * 16
+
+    def median_seconds(lookups: int) -> float:
+        took = []
+        for _ in range(lookups):
+            started = time.perf_counter()
+            assert tier.leading_run(keys[0], [key.hash for key in keys]) == 16
+            took.append(time.perf_counter() - started)
+            time.sleep(0.001)
+        return sorted(took)[lookups // 2]
+
+    quiet = median_seconds(300)
     floods = [
         subprocess.Popen(
             [sys.executable, "-c", FLOOD, kind, str(tmp_path / "d.sock")], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -353,20 +366,11 @@ def test_a_flood_leaves_the_daemon_responsive(tmp_path: Path, kind: str) -> None
     for flood in floods:
         assert flood.stdout is not None
         flood.stdout.readline()
-    took = []
-    until_time = time.monotonic() + 1.5
-    while time.monotonic() < until_time:
-        started = time.perf_counter()
-        assert tier.leading_run(keys[0], [key.hash for key in keys]) == 16
-        took.append(time.perf_counter() - started)
-        time.sleep(0.001)
-    took.sort()
+    flooded = median_seconds(600)
     for flood in floods:
         flood.wait()
         assert flood.stdout is not None
         flood.stdout.close()
-    assert took[len(took) // 2] < 0.01, f"median {took[len(took) // 2]}"
-    assert took[int(len(took) * 0.99)] < 0.1, f"p99 {took[int(len(took) * 0.99)]}"
-    assert threading.active_count() < 20
+    assert flooded < 10 * quiet + 0.02, (flooded, quiet)
     tier.close()
     assert server.stop()[0] == 0

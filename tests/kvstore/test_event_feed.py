@@ -158,6 +158,33 @@ def test_a_followers_memory_is_bounded_and_garbage_is_counted(ends: tuple[str, s
     feed.close()
 
 
+def test_subscribers_that_mean_ill_cost_bounded_memory_and_time(
+    ends: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood of replays kept the feed from publishing, and what was kept for them had no limit in bytes."""
+    monkeypatch.setattr("kvstore.event_feed._PAST_BYTES", 256 << 10)
+    stream = EventStream()
+    feed = EventFeed(stream, ends[0], replay_endpoint=ends[1])
+    for number in range(200):
+        stream.publish(stored(*range(100)))
+        if number % 10 == 9:
+            until(lambda wanted=number + 2: feed.counts["events"] == wanted)
+    assert sum(len(payload) for _, payload in feed._past) == feed._past_bytes <= 256 << 10
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock, context.socket(zmq.DEALER) as endless:
+        for one in (sock, endless):
+            one.setsockopt(zmq.LINGER, 0)
+            one.connect(ends[1])
+        for _ in range(2000):
+            sock.send_multipart((b"", bytes(8)))
+        until(lambda: feed.counts["replays_refused"] > 0)
+        endless.send_multipart((b"", bytes(4 << 20)))
+        stream.publish(stored(150))
+        until(lambda: feed.counts["events"] == 202, what="it goes on publishing")
+        until(lambda: feed.counts["replays_refused"] + feed.counts["replays"] >= 2000)
+        assert feed.counts["refused"] == 0, "what was too long did not reach it"
+    feed.close()
+
+
 def test_a_daemons_events_are_what_its_arena_holds(tmp_path: Path, ends: tuple[str, str]) -> None:
     daemon = Daemon(settings(tmp_path, events_endpoint=ends[0], events_replay_endpoint=ends[1]))
     daemon.start()

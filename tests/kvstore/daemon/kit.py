@@ -121,7 +121,7 @@ class RawClient:
     def beside(cls, daemon: Daemon, *, hello: bool = True) -> RawClient:
         """A session without the listening socket and its limits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        session = Session(daemon.core, theirs, os.geteuid(), os.getpid(), -1, lambda: 1)
+        session = Session(daemon.core, theirs, os.geteuid(), os.getpid(), -1, lambda _: 1)
         threading.Thread(target=session.serve, daemon=True).start()
         return cls("", hello=hello, sock=ours)
 

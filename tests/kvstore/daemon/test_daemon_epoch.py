@@ -122,7 +122,7 @@ def test_case_008_a_process_attached_to_the_daemon_misses_at_once(path: Path) ->
         assert second.call("fill") == str(8 * B), "it is in its device now"
         assert first.call(RESET) == "None"
         assert second.call("look") == MISS, "the first question after the reset, in all tiers"
-        assert (first.epoch, second.epoch) == (1, 1)
+        assert first.epoch == second.epoch >= 1
         assert second.call("fill") == "0"
         assert first.call("look") == f"({8 * B}, ['daemon'])", "what was stored since is a hit"
     assert server.stop() == (0, "")
@@ -135,16 +135,17 @@ def test_case_008_the_epoch_outlives_the_daemon_and_reaches_who_was_away(path: P
         away.call("fill")
         os.kill(away.process.pid, signal.SIGSTOP)
         assert first.call(RESET) == "None"
+        raised = first.epoch
         server.kill()  # the one that was away has not seen it, and this daemon cannot tell it any more
         server = serve(path)
         os.kill(away.process.pid, signal.SIGCONT)
-        deadline = time.monotonic() + 30
-        while away.epoch != 1:
+        deadline = time.monotonic() + 120
+        while away.epoch != raised:
             assert time.monotonic() < deadline
             assert away.call("look") in (MISS, f"({8 * B}, ['device'])")
         assert away.call("look") == MISS
     with Client(path) as late:
-        assert late.epoch == 1, "kept by the disk"
+        assert late.epoch == raised >= 1, "kept by the disk"
     assert server.stop() == (0, "")
 
 
@@ -156,10 +157,10 @@ def test_case_008_a_reset_without_a_daemon_raises_and_is_told_to_the_next_one(pa
         server.kill()
         assert first.call(RESET).startswith("TierError reset did not reach every tier: daemon: tier daemon: the epoch")
         server = ServeProcess(path, "--host-bytes", "8 MiB")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while second.call("look") != MISS:
             assert time.monotonic() < deadline
-        assert second.epoch == 1
+        assert second.epoch == first.epoch >= 1
     assert server.stop() == (0, "")
 
 
@@ -222,7 +223,10 @@ def test_an_epoch_never_falls(tmp_path: Path) -> None:
     daemon.start()
     client = RawClient(daemon.settings.socket_path)
     assert client.ask(protocol.Epoch, 1 << 62, False).count == 1 << 62
-    assert client.ask(protocol.Epoch, 0, True).count == (1 << 62) + 1
+    assert client.ask(protocol.Epoch, 0, True).cause == protocol.Cause.LOWER
+    tier = tier_at(daemon.settings.socket_path)
+    assert tier.seen_epoch() == 1 << 62
+    tier.close()
     assert client.ask(protocol.Epoch, (1 << 62) + 1, False).cause == protocol.Cause.GARBAGE
     client.close()
     daemon.stop()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import KVStoreConfig
-from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, ledger, protocol
+from kvstore.daemon import Daemon, DaemonSettings, ledger, protocol
 from kvstore.daemon.forms import form_of
 from kvstore.daemon.handover import LEDGER_NAME
 from kvstore.daemon.notify import received
@@ -22,7 +22,7 @@ from kvstore.frame.specs import plain_specs
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.handover_kit import FdStore, StoredProcess, taken_over
-from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, until
+from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, tier_at, until
 
 OK, MISS, CORRUPT = ResultCode.OK, ResultCode.MISS, ResultCode.CORRUPT
 KEYS = [key_of(n) for n in range(40)]
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[FdStore]:
 def filled(store: FdStore, config: DaemonSettings) -> None:
     """A daemon that held KEYS, stopped."""
     daemon = store.daemon(config)
-    tier = DaemonTier(config.socket_path)
+    tier = tier_at(config.socket_path)
     assert put(tier, KEYS) == [OK] * len(KEYS)
     tier.close()
     daemon.stop()
@@ -60,8 +60,8 @@ def written(store: FdStore, name: str, at: int, change: bytes) -> None:
 def test_copies_are_there_again_after_a_graceful_restart_and_room_is_found_anew(store: FdStore, tmp_path: Path) -> None:
     config = settings(tmp_path, segment_bytes=256 << 10, quotas={"small": 64 << 10})
     first = store.daemon(config)
-    tier = DaemonTier(config.socket_path)
-    small = DaemonTier(config.socket_path, tenant="small")
+    tier = tier_at(config.socket_path)
+    small = tier_at(config.socket_path, tenant="small")
     assert put(tier, KEYS) == [OK] * 40
     own = [key_of(500 + n) for n in range(4)]
     assert put(small, own) == [OK] * 4
@@ -91,7 +91,7 @@ def test_copies_are_there_again_after_a_graceful_restart_and_room_is_found_anew(
 def test_kill_9_leaves_every_published_copy_to_the_next_daemon(store: FdStore, tmp_path: Path) -> None:
     arguments = ("--host-bytes", "4 MiB")
     server = StoredProcess(store, tmp_path / "d.sock", *arguments)
-    tier = DaemonTier(str(tmp_path / "d.sock"))
+    tier = tier_at(str(tmp_path / "d.sock"))
     assert put(tier, KEYS) == [OK] * 40
     server.kill()
     assert get(tier, KEYS) == [MISS] * 40
@@ -110,7 +110,7 @@ def child_of(pid: int) -> int:
 
 def test_the_keeper_starts_a_killed_daemon_again_with_its_memory(tmp_path: Path) -> None:
     keeper = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB", "--keeper")
-    tier = DaemonTier(str(tmp_path / "d.sock"))
+    tier = tier_at(str(tmp_path / "d.sock"))
     assert put(tier, KEYS) == [OK] * 40
     for number in (signal.SIGKILL, signal.SIGTERM):
         restarts = tier.counters().get("daemon_restarts", 0)
@@ -157,7 +157,7 @@ def test_what_was_being_written_is_never_found_and_its_segment_waits_for_its_wri
     report = taken_over(second)
     assert (report["copies"], report["dropped"]) == (0, {"frame": 1})
     assert second.stats()["leases"]["quarantined_clients"] == 1
-    tier = DaemonTier(config.socket_path)
+    tier = tier_at(config.socket_path)
     assert tier.contains([key_of(1), key_of(2)]) == [False, False]
     many = [key_of(100 + n) for n in range(100)]
     assert put(tier, many).count(OK) > 0
@@ -177,7 +177,7 @@ def test_the_segment_of_a_writer_that_died_meanwhile_is_nobodys(store: FdStore, 
     config = settings(tmp_path)
     first = store.daemon(config)
     script = (
-        "import sys; from tests.kvstore.daemon.kit import *; t = DaemonTier(sys.argv[1])\n"
+        "import sys; from tests.kvstore.daemon.kit import *; t = tier_at(sys.argv[1])\n"
         "print(put(t, [key_of(n) for n in range(40)]).count(0), flush=True); sys.stdin.read()"
     )
     client = subprocess.Popen(
@@ -192,7 +192,7 @@ def test_the_segment_of_a_writer_that_died_meanwhile_is_nobodys(store: FdStore, 
     second = store.daemon(config)
     assert taken_over(second)["copies"] == 40
     assert second.stats()["leases"]["quarantined_clients"] == 0
-    tier = DaemonTier(config.socket_path)
+    tier = tier_at(config.socket_path)
     assert get(tier, KEYS) == [OK] * 40
     tier.close()
     checked_stop(second)
@@ -221,12 +221,23 @@ def test_memory_that_changed_meanwhile_is_a_miss(store: FdStore, tmp_path: Path)
     second = store.daemon(config)
     assert taken_over(second)["copies"] == 39
     assert taken_over(second)["dropped"] == {"frame": 1}
-    tier = DaemonTier(config.socket_path)
+    tier = tier_at(config.socket_path)
     results = get(tier, KEYS)
     assert sorted((results.count(OK), results.count(MISS), results.count(CORRUPT))) == [1, 1, 38]
     until(lambda: second.stats()["counts"].get("corrupt_payload_checksum") == 1)
     assert get(tier, KEYS).count(OK) == 38
     tier.close()
+    checked_stop(second)
+
+
+def test_a_row_that_was_being_written_is_none(store: FdStore, tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    filled(store, config)
+    rows_at = ledger._places(*ledger._limits(config))[3]
+    written(store, LEDGER_NAME, rows_at + 104 + 60, b"\x10")  # in the hash of the second one
+    second = store.daemon(config)
+    assert taken_over(second)["dropped"] == {"torn_row": 1}
+    assert taken_over(second)["copies"] == 39
     checked_stop(second)
 
 
@@ -256,7 +267,7 @@ def test_whatever_happens_to_the_ledger_nothing_wrong_is_served(store: FdStore, 
             page = rng.choice(pages)
             written(store, LEDGER_NAME, page + rng.randrange(size), rng.randbytes(rng.choice((1, 8, 200))))
         second = store.daemon(config)
-        tier = DaemonTier(config.socket_path)
+        tier = tier_at(config.socket_path)
         lost += 40 - get(tier, KEYS).count(OK)  # wrong bytes would fail there
         tier.delete(KEYS)
         tier.close()
@@ -290,7 +301,7 @@ def test_what_is_not_ours_is_dropped_as_a_whole(
     second = store.daemon(other)
     report = taken_over(second)
     assert (report["refused"], report["copies"], report["segments"]) == (expected, 0, 0)
-    tier = DaemonTier(config.socket_path)
+    tier = tier_at(config.socket_path)
     assert tier.contains(KEYS) == [False] * 40
     assert put(tier, KEYS) == [OK] * 40
     tier.close()

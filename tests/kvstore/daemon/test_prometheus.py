@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.daemon import DaemonTier
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.daemon.http_kit import served
-from tests.kvstore.daemon.kit import get, put, until
+from tests.kvstore.daemon.kit import get, put, tier_at, until
 from tests.kvstore.daemon.test_http_alerts import EXAMPLES, expressions
 
 CASES = Path(__file__).parent / "alert_cases.yml"
@@ -78,7 +77,7 @@ def test_a_prometheus_scrapes_a_daemon_and_answers_every_query_of_ours(tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with served(tmp_path, disk_path=str(tmp_path / "disk"), disk_bytes=16 << 20) as (daemon, web):
-        tier = DaemonTier(daemon.settings.socket_path)
+        tier = tier_at(daemon.settings.socket_path)
         keys = [key_of(n) for n in range(8)]
         put(tier, keys)
         tier.leading_run(keys[0], [key.hash for key in keys])

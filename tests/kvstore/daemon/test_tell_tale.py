@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.daemon import DaemonTier
 from kvstore.daemon.tell_tale import TellTales
 from kvstore.testing.transfer_contract import key_of
-from tests.kvstore.daemon.kit import ROOT, ServeProcess, put, until
+from tests.kvstore.daemon.kit import ROOT, ServeProcess, put, tier_at, until
 
 
 def hung_up(descriptor: int, seconds: float = 0) -> bool:
@@ -76,7 +75,7 @@ def test_they_hang_up_when_a_process_is_killed_whose_sockets_another_holds() -> 
 @pytest.mark.faults
 def test_clients_hear_of_a_death_before_its_memory_is_gone(tmp_path: Path) -> None:
     server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "2 GiB", environ={"KVSTORE_HOST_PREFAULT": "true"})
-    tier = DaemonTier(str(tmp_path / "d.sock"))
+    tier = tier_at(str(tmp_path / "d.sock"))
     put(tier, [key_of(1)])
     reserved = Path(f"/proc/{server.process.pid}/status")
     until(
@@ -86,7 +85,7 @@ def test_clients_hear_of_a_death_before_its_memory_is_gone(tmp_path: Path) -> No
     time.sleep(0.5)
     began = time.monotonic()
     os.kill(server.process.pid, signal.SIGKILL)
-    heard = until(lambda: not tier.is_up, 10)
+    heard = until(lambda: not tier.is_up)
     server.process.wait()
     gone = time.monotonic() - began
     print(f"heard after {1000 * heard:.1f} ms, gone after {1000 * gone:.1f} ms")

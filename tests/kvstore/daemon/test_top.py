@@ -15,11 +15,10 @@ import termios
 import time
 from pathlib import Path
 
-from kvstore.daemon import DaemonTier
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.http_kit import served
-from tests.kvstore.daemon.kit import ROOT, put
+from tests.kvstore.daemon.kit import ROOT, put, tier_at
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
 _IN_TERMINAL = 'exec "$@" < "$0" > "$0" 2>&1'  # a session's first terminal is the one that Ctrl-C comes from
@@ -69,7 +68,7 @@ class Terminal:
 
 def test_top_lives_through_new_figures_a_new_size_and_a_dead_daemon(tmp_path: Path) -> None:
     with served(tmp_path) as (daemon, web):
-        tier = DaemonTier(daemon.settings.socket_path)
+        tier = tier_at(daemon.settings.socket_path)
         terminal = Terminal("top", "--url", web.url, "--seconds", "0.2")
         port = web.url.rpartition(":")[2].strip("/")
         try:
