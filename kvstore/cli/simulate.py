@@ -20,7 +20,7 @@ from kvstore.config import size_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.simulation import Row, Trace
+    from kvstore.simulation import Row, Setting, Trace
 
 _COLUMNS = (
     "policy", "capacity", "blocks", "codec", "hosts", "hits", "device", "host", "remote", "token hits", "evictions",
@@ -100,7 +100,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
 
     Deterministic: the same trace, settings and seed give the same rows.
     """
-    from kvstore.simulation import BOUND, Costs, Setting
+    from kvstore.simulation import BOUND, Costs
     from kvstore.simulation.running import run
 
     for name, target in (("--json", json_file), ("--html", html)):
@@ -118,32 +118,41 @@ def simulate(  # noqa: PLR0913 - the options of a command
         capacities, policies = _capacities(capacity_percent, capacity_blocks), _words(policy)
         if html is not None and BOUND not in policies and hosts == "1" and not any(below.values()):
             policies.append(BOUND)
-        settings = [
-            Setting(
-                policy=one,
-                codec=form_,
-                hosts=count,
-                routing=way,
-                seed=seed,
-                price=price,
-                admission=admission,
-                fetch_deadline_seconds=fetch_deadline,
-                tenant_percent=tenant_percent,
-                costs=costs,
-                **capacity,
-                **below,
-            )
-            for form_, count, way, one, capacity in product(
-                _words(codec), _numbers("--hosts", hosts, int), _words(routing), policies, capacities
-            )
-            if count > 1 or way == _words(routing)[0]  # with one host there is nothing to route
-        ]
+        fixed = {
+            "seed": seed,
+            "price": price,
+            "admission": admission,
+            "fetch_deadline_seconds": fetch_deadline,
+            "tenant_percent": tenant_percent,
+            "costs": costs,
+            **below,
+        }
+        swept = (_words(codec), _numbers("--hosts", hosts, int), _words(routing), policies, capacities)
+        settings = _settings(fixed, *swept)
         replayed = _trace(trace, form, workload, requests, seed, block_tokens)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     with progress_bar(len(settings) * len(replayed)) as progress:
         rows = run(replayed, settings, jobs, progress)
     _report(replayed, rows, html, json_file)
+
+
+def _settings(
+    fixed: dict[str, Any],
+    codecs: list[str],
+    hosts: list[int],
+    routings: list[str],
+    policies: list[str],
+    capacities: list[dict[str, Any]],
+) -> list[Setting]:
+    """One a combination; with one host there is nothing to route."""
+    from kvstore.simulation import Setting
+
+    return [
+        Setting(policy=one, codec=form, hosts=count, routing=way, **capacity, **fixed)
+        for form, count, way, one, capacity in product(codecs, hosts, routings, policies, capacities)
+        if count > 1 or way == routings[0]
+    ]
 
 
 def _report(trace: Trace, rows: Sequence[Row], html: str | None, json_file: str | None) -> None:

@@ -142,10 +142,13 @@ def test_lower_tiers_add_hits() -> None:
 
 
 def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies() -> None:
-    trace = generate("mixture", 250, seed=8)
-    for tiers, is_same in (({}, True), ({"host_blocks": 700}, False)):
+    trace = generate("mixture", 400, seed=8)
+    for remote_blocks, is_same in ((0, True), (20_000, False)):
         rows = [
-            replay(trace, Setting(capacity_percent=5, price=price, host_blocks=tiers.get("host_blocks", 0)))
+            replay(
+                trace,
+                Setting(capacity_percent=5, price=price, remote_blocks=remote_blocks, admission="everything"),
+            )
             for price in ("uniform", "cost")
         ]
         assert (rows[0].evictions == rows[1].evictions) is is_same
