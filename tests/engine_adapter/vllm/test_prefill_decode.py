@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_the_example_on_a_tiny_model(models: dict[str, Path]) -> None:
     environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "examples/prefill_and_decode.py", "--model", str(models["full"]), "--tokens", "3000"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert re.search(r"prefill: 3000 prompt tokens computed", done.stdout)
-    assert re.search(r"decode: 2992 of them loaded, 16 tokens answered", done.stdout)
-    assert "the first engine answers the same" in done.stdout
+    pipe = subprocess.PIPE
+    example = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        shown, problems = example.communicate(timeout=550)
+    finally:
+        with suppress(ProcessLookupError):  # its engines and daemon too, however it ended
+            os.killpg(example.pid, signal.SIGKILL)
+        example.wait()
+    assert example.returncode == 0, shown[-2000:] + problems[-4000:]
+    assert re.search(r"prefill: 3000 prompt tokens computed", shown)
+    assert re.search(r"decode: 2992 of them loaded, 16 tokens answered", shown)
+    assert "the first engine answers the same" in shown
