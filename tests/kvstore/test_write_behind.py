@@ -73,7 +73,7 @@ def test_a_block_that_is_queued_or_stored_is_not_queued_again(make_store: Callab
     work.run()
     serve(store, "d", prompt(1, 8))
     assert work.tasks == []
-    assert offered(store, "disk") == {"admitted": 8, "refused": 0, "coalesced": 7 * 8}
+    assert offered(store, "disk") == {"admitted": 8, "refused": 0, "coalesced": 8 * 8}  # sealed, prompt, end
 
 
 def test_a_put_that_failed_is_tried_again_when_it_is_offered_again(make_store: Callable[..., KVStore]) -> None:

@@ -75,17 +75,22 @@ SMALL = ("--model", "llama-3.1-8b", "--gpu-memory", "20GiB", "--gpus", "1", "--j
 
 
 def test_a_trace_is_replayed_on_the_planned_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the same hundred documents: 50 blocks of 512 tokens fit raw, all 100 do in INT4, or with host memory."""
-    lines = [line_of(number, [number % 100 + 1]) for number in range(200)]
+    """Ten times the same hundred documents: 50 blocks of 512 tokens fit raw, all 100 do in INT4, or with host memory.
+
+    A store computes what it could load until it has tried how fast its host memory is.
+    """
+    lines = [line_of(number, [number % 100 + 1]) for number in range(1000)]
     words = ("plan", *SMALL, "--trace", str(traffic_of(tmp_path, *lines)), "--tier", "host=16GiB@20GB")
     page = tmp_path / "plan.html"
     assert main((*words, "--weights-bytes", "14.8GiB", "--codec", "raw,int4", "--html", str(page))) == 0
     rows = json.loads(capsys.readouterr().out)["traffic"]
     assert [one["name"] for one in rows] == ["raw", "raw + host", "int4", "int4 + host"]
     assert [one["capacity_blocks"] for one in rows] == [51, 51, 177, 177]
-    assert [one["block_hit_ratio"] for one in rows] == [0.0, 0.5, 0.5, 0.5]
-    assert rows[1]["hit_ratio_by_tier"] == {"device": 0.0, "host": 0.5}
-    assert rows[0]["ttft_seconds_saved_mean"] == 0 < rows[1]["ttft_seconds_saved_mean"]
+    assert rows[0]["block_hit_ratio"] < 0.1
+    assert [one["block_hit_ratio"] for one in rows[1:]] == [0.836, 0.9, 0.9]
+    by_tier = rows[1]["hit_ratio_by_tier"]
+    assert by_tier["device"] < 0.1 < 0.7 < by_tier["host"]
+    assert rows[0]["ttft_seconds_saved_mean"] < rows[1]["ttft_seconds_saved_mean"]
     assert rows[1]["ttft_seconds_saved_mean"] < rows[2]["ttft_seconds_saved_mean"], "fetching costs time"
     assert "Blocks of the trace that were hits, by tier" in page.read_text(encoding="utf-8")
 
