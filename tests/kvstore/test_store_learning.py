@@ -90,7 +90,7 @@ def test_a_block_with_a_copy_on_disk_is_cheaper_to_lose_by_what_was_measured(tmp
     with KVStore(GEOMETRY, Identity(model="toy", weights="w", geometry=GEOMETRY), config) as store:
         prompt = [5] * (6 * B + 1)
         chain = store.prepare(prompt)
-        prices = store._upkeep.reuse._prices
+        prices = store._upkeep.reuse.prices
         assert prices is not None
         serve(store, "a", prompt[: 3 * B + 1])
         for again in ("b", "c"):  # seen twice: written
@@ -107,6 +107,6 @@ def test_a_block_with_a_copy_on_disk_is_cheaper_to_lose_by_what_was_measured(tmp
 def test_where_host_memory_takes_what_the_device_drops_every_loss_costs_alike() -> None:
     config = KVStoreConfig(device_bytes=1 << 20, codec="raw", io_threads="inline", host_bytes=1 << 20)
     with KVStore(GEOMETRY, Identity(model="toy", weights="w", geometry=GEOMETRY), config) as store:
-        prices = store._upkeep.reuse._prices
+        prices = store._upkeep.reuse.prices
         assert prices is not None
         assert prices.of(b"r" * 32, [b"h" * 32]) is None
