@@ -186,7 +186,7 @@ class Shelves(EvictionPolicy):
         self._marks.drop(ids)
 
     def peek(self, count: int, usable: Usable | None = None) -> npt.NDArray[np.int32]:
-        found: list[npt.NDArray[np.int32]] = []
+        found = [np.empty(0, np.int32)]
         for priority in self._order:
             if count > 0:
                 found.append(self._shelves[priority].peek(count, usable))

@@ -139,3 +139,12 @@ def test_blocks_that_have_no_name_are_not_kept() -> None:
     ids = pool.allocate(0, 2).tolist()
     with pytest.raises(UsageError, match="expected sealed or idle blocks to keep"):
         pool.keep(ids, steps_of(60))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_look_at_none_of_the_coldest_is_empty(policy: Callable[[int], EvictionPolicy]) -> None:
+    """Found by the pool's machine, when a class had no slot to give."""
+    pool = make(policy)
+    assert len(pool.coldest(0, 0)) == 0
+    serve(pool, 1, 4, steps=steps_of(60))
+    assert len(pool.coldest(0, 0)) == 0
