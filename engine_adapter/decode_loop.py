@@ -140,6 +140,15 @@ class DecodeLoop:
         """True while any stream waits, loads or runs."""
         return self._scheduler.busy
 
+    @property
+    def least_first(self) -> bool:
+        """Of the oldest that wait, admit first whoever has least to compute; nobody is overtaken more than 8 times."""
+        return self._scheduler.least_first
+
+    @least_first.setter
+    def least_first(self, chosen: bool) -> None:
+        self._scheduler.least_first = chosen
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises UsageError, DuplicateSequence or CapacityError; then nothing has changed."""
         check_request(request, self._runner.vocab_size)

@@ -3,8 +3,9 @@
 The rules, in the order in which they bind:
 
 - **Rank.** Every stream has one (arrival of its request, branch); lists are kept in rank order.
-- **Least to compute is admitted first**, of the oldest few that wait: a prefix that lies in the cache now may be gone
-  when its turn comes, and short answers need not wait for long prompts. Nobody is overtaken more than a few times.
+- **First come, first served**, unless `least_first`: then whoever has least to compute is admitted first, of the oldest
+  few that wait, since a prefix that lies in the cache now may be gone when its turn comes. Nobody is overtaken more than
+  a few times.
 - **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks,
   oldest first, fill the step's token budget.
 - **Room is made from the newest.** When a stream cannot grow, the newest running or loading stream is preempted; the
@@ -154,6 +155,7 @@ class Scheduler:
         self._on_admitted = on_admitted
         self._on_failed = on_failed
         self._held_back: tuple[Stream, tuple[int, ...]] | None = None
+        self.least_first = False
         self.waiting: list[Stream] = []
         self.loading: list[Stream] = []
         self.running: list[Stream] = []
@@ -237,7 +239,7 @@ class Scheduler:
     def _in_turn(self) -> list[Stream]:
         """The waiting streams, those first that are tried first."""
         choice = self.waiting[:_CHOICE_STREAMS]
-        if len(choice) < 2 or self.free_places < 1:
+        if not self.least_first or len(choice) < 2 or self.free_places < 1:
             return list(self.waiting)
         left = {stream: len(stream.tokens) - self._hit_tokens(stream) for stream in choice}
         choice.sort(key=lambda one: left[one] if one.overtaken < _OVERTAKEN_LIMIT else 0)  # stable: then by rank

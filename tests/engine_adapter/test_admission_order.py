@@ -9,6 +9,7 @@ from tests.engine_adapter.loop_kit import Kit, KitMaker, prompt
 
 def admitted_order(kit: Kit, *requests: Request) -> list[str]:
     """The requests' ids in the order in which they got their place."""
+    kit.loop.least_first = True
     for request in requests:
         kit.loop.submit(request)
     order: list[str] = []
