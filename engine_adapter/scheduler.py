@@ -4,8 +4,8 @@ The rules, in the order in which they bind:
 
 - **Rank.** Every stream has one (arrival of its request, branch); lists are kept in rank order.
 - **First come, first served**, unless `least_first`: then whoever has least to compute is admitted first, of the oldest
-  few that wait, since a prefix that lies in the cache now may be gone when its turn comes. Nobody is overtaken more than
-  a few times.
+  few that wait, since a prefix that lies in the cache now may be gone when its turn comes. Nobody is overtaken more
+  than a few times.
 - **Decode before prefill.** Every running stream with one token to feed gets it; then drafts; then prefill chunks,
   oldest first, fill the step's token budget.
 - **Room is made from the newest.** When a stream cannot grow, the newest running or loading stream is preempted; the

@@ -21,7 +21,8 @@ from tests.kvstore.daemon.http_kit import served
 from tests.kvstore.daemon.kit import ROOT, put, tier_at
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
-_IN_TERMINAL = 'exec "$@" < "$0" > "$0" 2>&1'  # a session's first terminal is the one that Ctrl-C comes from
+# A session's first terminal is the one that Ctrl-C comes from; tests that run in the background ignore that signal.
+_IN_TERMINAL = 'exec env --default-signal=INT "$@" < "$0" > "$0" 2>&1'
 ALTERNATE_ON, ALTERNATE_OFF, CURSOR_ON = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
