@@ -131,8 +131,9 @@ class Saver:
         size = encoded.nbytes // _CHUNK_BLOCKS
         try:
             accepted = self._forms.encode(group, row, len(saves), encoded[: len(saves) * size])
-        except Exception:
+        except Exception:  # counted: its blocks are no copies; the executor logs what it was
             with self._traffic.lock:
+                self._traffic.count("saves_failed", len(saves))
                 self._end(chunk)
             raise
         items = [

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from allocator import COLD, FULL, CacheGroup, ConfigError, GroupKind, KVGeometry
+from engine_adapter.vllm_connector.forms import Forms
 from engine_adapter.vllm_connector.layout import GroupPages, LayerPages
 from engine_adapter.vllm_connector.orders import LoadOrder, SaveOrder
 from engine_adapter.vllm_connector.shards import Shard, coverings, shard_of
@@ -175,6 +176,17 @@ def test_a_block_that_the_codec_cannot_carry_stays_raw(tmp_path: Path) -> None:
         assert one.shelf.counters()["blocks_too_lossy"] == 1
         assert one.load(lossy_at=1) == []
         assert np.array_equal(one.values()[..., 32:48, :], one.values(SAVED)[..., 32:48, :])
+
+
+def test_an_encoder_that_fails_is_counted_and_holds_no_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranked(gqa(2), tmp_path, codec="int4") as one:
+        monkeypatch.setattr(Forms, "encode", lambda *_: 1 // 0)
+        one.save()
+        assert one.stored(COLD) == [False] * BLOCKS
+        assert one.shelf.counters()["saves_failed"] == BLOCKS - 1, "the first block is stored as it is"
+        monkeypatch.undo()
+        one.save()
+        assert one.stored(COLD) == [False] + [True] * (BLOCKS - 1)
 
 
 def test_what_was_computed_after_lossy_blocks_has_another_name(tmp_path: Path) -> None:
