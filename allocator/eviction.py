@@ -25,6 +25,7 @@ Usable: TypeAlias = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 _Segment: TypeAlias = tuple[int, "int | list[int] | Ids", bool]
 
 _SMALL = 32
+TICK_BITS = 20
 
 
 class EvictionPolicy(ABC):
@@ -96,15 +97,18 @@ class LRU(EvictionPolicy):
 
     A queue of segments, one a release; a stamp a block says which segment counts, so a block that was hit again is
     skipped when its old segment comes up. Blocks that enter with an older tick wait in a heap beside the queue.
+    No two entries of a block have the same stamp, however often it comes and goes within a tick: a segment's is its
+    tick with a count below it, one in the heap has its number, negative; 0 is none.
     """
 
     def __init__(self, capacity: int) -> None:
         self._stamp = np.zeros(capacity + 1, dtype=np.int64)
         self._stamps = self._stamp.data
         self._segments: deque[_Segment] = deque()
-        self._late: list[tuple[int, int, int]] = []
+        self._late: list[tuple[int, int, int]] = []  # heap of (tick as in a stamp, number, block)
+        self._late_ticks: dict[int, int] = {}  # block -> tick, at least of those in the heap
         self._cursor = 0  # consumed entries of the first segment, then a list
-        self._newest = 0
+        self._newest = 0  # the last segment's stamp
         self._late_order = 0
         self._count = 0
         self._stale = 0  # entries of blocks that were hit again or went away since
@@ -118,7 +122,8 @@ class LRU(EvictionPolicy):
 
     def since(self, block_id: int) -> int:
         self._stamp_all()
-        return self._stamps[block_id]
+        stamp = self._stamps[block_id]
+        return stamp >> TICK_BITS if stamp >= 0 else self._late_ticks[block_id]
 
     def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
         size = len(ids)
@@ -126,13 +131,16 @@ class LRU(EvictionPolicy):
             if size:
                 self.idle_one(int(ids[0]), tick)
             return
-        if tick < self._newest:
-            self._idle_late(ids, tick)
-            return
+        stamp = tick << TICK_BITS
+        if stamp <= self._newest:
+            if tick < self._newest >> TICK_BITS:
+                self._idle_late(ids, tick)
+                return
+            stamp = self._newest + 1
         self._count += size
-        self._newest = tick
+        self._newest = stamp
         self._unstamped += 1
-        self._segments.append((tick, ids, run))
+        self._segments.append((stamp, ids, run))
 
     def _stamp_all(self) -> None:
         """Writes the stamps of the newest segments. Put off until something needs them: eviction alone never does."""
@@ -151,16 +159,20 @@ class LRU(EvictionPolicy):
     def _idle_late(self, ids: Ids | list[int], tick: int) -> None:
         for block_id in ids:
             self._late_order += 1
-            heapq.heappush(self._late, (tick, self._late_order, int(block_id)))
-            self._stamps[block_id] = tick
+            heapq.heappush(self._late, (tick << TICK_BITS, self._late_order, int(block_id)))
+            self._late_ticks[int(block_id)] = tick
+            self._stamps[block_id] = -self._late_order
         self._count += len(ids)
 
     def idle_one(self, block_id: int, tick: int) -> None:
-        if tick < self._newest:
-            self._idle_late([block_id], tick)
-            return
-        self._newest = tick
-        self._segments.append((tick, block_id, False))
+        stamp = tick << TICK_BITS
+        if stamp <= self._newest:
+            if tick < self._newest >> TICK_BITS:
+                self._idle_late([block_id], tick)
+                return
+            stamp = self._newest + 1
+        self._newest = stamp
+        self._segments.append((stamp, block_id, False))
         self._unstamped += 1
         self._count += 1
 
@@ -209,7 +221,7 @@ class LRU(EvictionPolicy):
         while need > 0 and (segments or self._late):
             if self._late and (not segments or self._late[0][0] < segments[0][0]):
                 tick, order, block_id = heapq.heappop(self._late)
-                if self._stamps[block_id] != tick:
+                if self._stamps[block_id] != -order:
                     self._stale -= 1
                     continue
                 if usable is not None and not usable(np.array([block_id], dtype=np.int32))[0]:
@@ -343,11 +355,11 @@ class LRU(EvictionPolicy):
         place = 0
         for tick, ids, _ in self._segments:
             while place < len(late) and late[place][0] < tick:
-                yield late[place][0], late[place][2]
+                yield -late[place][1], late[place][2]
                 place += 1
             yield tick, ids
-        for tick, _, block_id in late[place:]:
-            yield tick, block_id
+        for _, order, block_id in late[place:]:
+            yield -order, block_id
 
     def _sweep(self) -> None:
         """Drops stale entries, so that hits without evictions do not grow the queue."""
@@ -360,8 +372,9 @@ class LRU(EvictionPolicy):
                 fresh.append((tick, array if len(array) > 1 else int(array[0]), run))
         self._segments = fresh
         self._stale = 0
-        self._late = [entry for entry in self._late if self._stamps[entry[2]] == entry[0]]
+        self._late = [entry for entry in self._late if self._stamps[entry[2]] == -entry[1]]
         heapq.heapify(self._late)
+        self._late_ticks = {block_id: self._late_ticks[block_id] for _, _, block_id in self._late}
 
 
 def _joined(pieces: list[Ids | list[int]]) -> Ids:

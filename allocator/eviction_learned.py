@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from allocator.eviction import LRU, Ids, Keys, Prices, Usable
+from allocator.eviction import LRU, TICK_BITS, Ids, Keys, Prices, Usable
 from allocator.eviction_reuse import LEVELS, WORTHS, ReuseMemory
 from allocator.eviction_shadow import ShadowCache
 
@@ -242,7 +242,7 @@ class Learned(LRU):
             due, level = self._heads[0]
             if self._late and self._late_is_next(due):
                 entry = heapq.heappop(self._late)
-                if self._stamps[entry[2]] != entry[0]:
+                if self._stamps[entry[2]] != -entry[1]:
                     self._stale -= 1
                 elif usable is not None and not _is_usable(entry[2], usable):
                     kept_late.append(entry)
@@ -296,7 +296,7 @@ class Learned(LRU):
 
     def _late_due(self, tick: int) -> int:
         blocks_per_tick = max(1, self._clock // max(1, self._ticks))
-        return max(1, self._clock - (self._newest - tick) * blocks_per_tick)
+        return max(1, self._clock - ((self._newest - tick) >> TICK_BITS) * blocks_per_tick)
 
     def _take(self, queue: deque[_Segment], count: int, taken: list[int], usable: Usable | None) -> _Segment | None:
         """Moves blocks of the head segment to `taken`; what may not go now, as a segment to be put back."""
@@ -346,8 +346,8 @@ class Learned(LRU):
     def _in_due_order(self) -> Iterator[int]:
         self._fold_cursor()
         late = (
-            (tick if self._by_recency else self._late_due(tick), -1, tick, [block_id])
-            for tick, _, block_id in sorted(self._late)
+            (tick if self._by_recency else self._late_due(tick), -1, -order, [block_id])
+            for tick, order, block_id in sorted(self._late)
         )
         queues = [self._queue_in_order(level) for level in range(LEVELS)]
         for _, _, tick, ids in heapq.merge(*queues, late, key=lambda entry: entry[:2]):

@@ -61,7 +61,7 @@ class Shelves(EvictionPolicy):
         self._marks = marks
         self._tenants = tenants
         self._slot_bytes = slot_bytes
-        self._at: dict[int, tuple[int, int]] = {}  # block with a mark -> (its shelf, tenant)
+        self._at: dict[int, tuple[int, int]] = {}  # block on another shelf, or with a mark -> (its shelf, tenant)
         self._ends: list[tuple[float, int, int]] = []  # heap of (end of its priority, when it was put there, block)
         self._put_count = 0
 
@@ -120,11 +120,12 @@ class Shelves(EvictionPolicy):
 
     def _note(self, block_id: int, priority: int, end: float) -> None:
         mark = self._marks.get(block_id)
-        if mark is None:
+        if mark is None and priority == PRIORITY_DEFAULT:
             return
-        self._at[block_id] = priority, mark.tenant
-        if mark.tenant != NOBODY:
-            self._tenants.setdefault(mark.tenant, TenantBlocks()).add(block_id, priority, self._slot_bytes)
+        tenant = NOBODY if mark is None else mark.tenant  # one without a mark is where the rest of its run is
+        self._at[block_id] = priority, tenant
+        if tenant != NOBODY:
+            self._tenants.setdefault(tenant, TenantBlocks()).add(block_id, priority, self._slot_bytes)
         if end != float("inf"):
             self._put_count += 1
             heapq.heappush(self._ends, (end, self._put_count, block_id))
@@ -196,10 +197,7 @@ class Shelves(EvictionPolicy):
     # -- time ---------------------------------------------------------------------------------------------------
 
     def expire(self, now: float, count: int) -> int:
-        """Moves blocks whose priority has ended, with their age, to the shelf of the next; `count` at most.
-
-        A tick earlier, since the shelf may still have a stale entry of the block from before, of that very tick.
-        """
+        """Moves blocks whose priority has ended, with their age, to the shelf of the next; `count` at most."""
         moved = 0
         while moved < count and self._ends and self._ends[0][0] <= now:
             _, _, block_id = heapq.heappop(self._ends)
@@ -213,6 +211,6 @@ class Shelves(EvictionPolicy):
             shelf.forget([block_id])
             self._leave(block_id)
             self._note(block_id, priority, end)
-            self._shelf(priority).idle([block_id], tick - 1)
+            self._shelf(priority).idle([block_id], tick)
             moved += 1
         return moved

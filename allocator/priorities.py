@@ -53,7 +53,7 @@ class Priorities(Compaction):
             self.policies[self._classes[block_id]].forget([block_id])
         self.marks.keep(batch, steps, tenant, first_use=first_use)
         for block_id, tick in zip(idle, ages, strict=True):
-            self.policies[self._classes[block_id]].idle([block_id], tick - 1)  # see `Shelves.expire`
+            self.policies[self._classes[block_id]].idle([block_id], tick)
 
     def _put_on_shelves(self) -> BlockMarks:
         marks, self._tenants = BlockMarks(self.hashes), {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
 import time
+from contextlib import suppress
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,6 +21,7 @@ _IDLE_SECONDS = 5
 _HEAD_SECONDS = 5.0  # for the whole head of a request, however it drips
 _ANSWER_SECONDS = 60.0  # from there to the end of its answer, however slowly that is read
 _START_SECONDS = 10.0
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, no seconds
 
 
 class _Announcing(uvicorn.Server):
@@ -53,7 +56,7 @@ class _BoundedProtocol(H11Protocol):
             waiting = [one for one in self.connections if isinstance(one, _BoundedProtocol) and one._waits_since]
             oldest = min(waiting, key=lambda one: one._waits_since)
             oldest.connections.discard(oldest)
-            oldest.transport.abort()
+            oldest._cut_off()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -62,8 +65,11 @@ class _BoundedProtocol(H11Protocol):
             self._end_in(_ANSWER_SECONDS)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._await_head()
+        super().on_response_complete()  # which begins with the next request of a pipeline
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+        else:
+            self._end_in(_ANSWER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
@@ -77,7 +83,15 @@ class _BoundedProtocol(H11Protocol):
     def _end_in(self, seconds: float) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+        self._deadline = self.loop.call_later(seconds, self._cut_off)
+
+    def _cut_off(self) -> None:
+        """At once, with all that is still to be sent: the system would go on offering that to who does not read."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError):  # it is closed already
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.abort()
 
 
 class ThreadServer:

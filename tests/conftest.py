@@ -19,7 +19,7 @@ settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.register_profile("nightly", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-_OURS = ("allocator", "benchmarks", "engine_adapter", "kvstore", "tests")
+_CLOSED = ("allocator", "benchmarks", "engine_adapter", "kvstore", "tests", "socket")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,7 +47,7 @@ def close_what_is_open(traceback: TracebackType | None, fixtures: Sequence[Any] 
 
 
 def _end_of(value: Any) -> Any:
-    if isinstance(value, type) or not type(value).__module__.startswith(_OURS):
+    if isinstance(value, type) or not type(value).__module__.startswith(_CLOSED):
         return None
     ends = (getattr(value, name, None) for name in ("close", "stop"))
     return next((end for end in ends if callable(end)), None)

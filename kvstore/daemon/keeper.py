@@ -58,6 +58,8 @@ class Keeper:
     def run(self) -> int:
         """Until it is told to end, or the daemon cannot run: the daemon's exit code."""
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        heard = select.poll()  # select() knows no descriptor above 1023
+        heard.register(wake, select.POLLIN)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, self._heard)
@@ -72,7 +74,7 @@ class Keeper:
                     return code if code >= 0 else 128 - code
                 print(f"kvstore serve: the daemon ended ({code}) and is started again", file=sys.stderr, flush=True)
                 if is_quick:
-                    select.select([wake], [], [], _PAUSE_SECONDS)
+                    heard.poll(_PAUSE_SECONDS * 1000)
         finally:
             self._sock.close()
             Path(self.path).unlink(missing_ok=True)
@@ -92,8 +94,11 @@ class Keeper:
         self._pid = self._start()
         if self._is_ending:  # told while there was none
             os.kill(self._pid, signal.SIGTERM)
+        heard = select.poll()
+        for one in (self._sock.fileno(), wake):
+            heard.register(one, select.POLLIN)
         while True:
-            select.select([self._sock.fileno(), wake], [], [])
+            heard.poll()
             with suppress(BlockingIOError):
                 os.read(wake, 4096)
             ended, status = os.waitpid(self._pid, os.WNOHANG)

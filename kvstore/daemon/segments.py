@@ -39,6 +39,7 @@ class SegmentMemory:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.name = f"{SEGMENT_NAME}{secrets.token_hex(8)}"
+        self.memory: ByteRow = np.empty(0, dtype=np.uint8)
         self.write_fd = self.read_fd = -1
         try:
             self.write_fd = os.memfd_create("kvstore-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -69,20 +70,20 @@ class SegmentMemory:
         os.fchmod(self.write_fd, 0o400)
         self.read_fd = os.open(f"/proc/self/fd/{self.write_fd}", os.O_RDONLY | os.O_CLOEXEC)
         os.fchmod(self.write_fd, 0)  # who is not its owner cannot open it again
-        self._map = mmap.mmap(self.write_fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.memory: ByteRow = np.frombuffer(self._map, dtype=np.uint8)
+        mapped = mmap.mmap(self.write_fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.memory = np.frombuffer(mapped, dtype=np.uint8)  # the one that keeps the mapping, and its descriptor
 
     def close(self) -> None:
         """Give the memory back now, whoever still has it mapped: they read zeros from then on. Idempotent."""
         if self.write_fd >= 0:
-            self.memory = np.empty(0, dtype=np.uint8)
             _libc().fallocate(
                 self.write_fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(self.size_bytes)
             )
             self.let_go()
 
     def let_go(self) -> None:
-        """No more can map it; who has keeps it as it is."""
+        """No more can map it; who has keeps it as it is. Unmapped here once nothing holds a view."""
+        self.memory = np.empty(0, dtype=np.uint8)
         for descriptor in (self.write_fd, self.read_fd):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from allocator.eviction import EvictionPolicy, Usable
+from allocator.eviction import LRU, EvictionPolicy, Usable
 from allocator.eviction_learned import Learned, Reuse
 from allocator.eviction_reuse import BINS, ReuseMemory
 from allocator.eviction_rivals import ARC, LRU2, S3FIFO, WTinyLFU
@@ -32,6 +32,38 @@ def fickle(capacity: int) -> Learned:
 
 def steady(capacity: int) -> Learned:
     return Learned(capacity, FickleReuse(capacity, steady=True))
+
+
+@pytest.mark.parametrize("policy", [LRU, Learned, fickle, steady])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_may_come_back_at_a_tick_that_it_was_there_before(policy: Callable[[int], LRU], seed: int) -> None:
+    """Found by the priority machine: the stale entry of that tick counted again, and tick 0 was taken for none."""
+    numbers = random.Random(seed)
+    order = policy(6)
+    idle: dict[int, int] = {}
+    newest = 1
+    for _ in range(600):
+        newest += numbers.random() < 0.1
+        free = [one for one in range(6) if one not in idle]
+        choice = numbers.random()
+        if choice < 0.5 and free:
+            batch = numbers.sample(free, numbers.randint(1, len(free)))
+            tick = max(0, newest - numbers.randrange(3))
+            order.idle(batch, tick)
+            idle |= dict.fromkeys(batch, tick)
+        elif choice < 0.9 and idle:
+            batch = numbers.sample(sorted(idle), numbers.randint(1, len(idle)))
+            (order.busy if numbers.random() < 0.5 else order.forget)(batch)
+            idle = {one: tick for one, tick in idle.items() if one not in batch}
+        elif idle:
+            gone = [int(one) for one in order.victims(1)]
+            assert len(set(gone)) == len(gone) == 1
+            del idle[gone[0]]
+        if numbers.random() < 0.5:
+            order.settle()
+        assert len(order) == len(idle)
+        assert sorted(order.peek(6).tolist()) == sorted(idle)
+        assert {one: order.since(one) for one in idle} == idle
 
 
 @pytest.mark.parametrize("policy", [Learned, fickle, steady, LRU2, S3FIFO, ARC, WTinyLFU])

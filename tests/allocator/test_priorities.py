@@ -148,3 +148,20 @@ def test_a_look_at_none_of_the_coldest_is_empty(policy: Callable[[int], Eviction
     assert len(pool.coldest(0, 0)) == 0
     serve(pool, 1, 4, steps=steps_of(60))
     assert len(pool.coldest(0, 0)) == 0
+
+
+def test_a_run_with_one_kept_block_stays_together() -> None:
+    """Found by the priority machine: the others were put beside it, and looked for among the plain ones."""
+    pool = make()
+    ids = pool.allocate(0, 4).tolist()
+    pool.seal_many(ids, [bytes([1, place]) for place in range(4)], True)
+    pool.keep(ids[1:2], steps_of(60, 10.0))
+    pool.release(ids[::-1], run=True)
+    pool.check_invariants()
+    assert pool.policies[0].count_up_to(PRIORITY_DEFAULT) == 0
+    pool.share(ids[2:])
+    pool.check_invariants()
+    pool.release(ids[:1:-1], run=True)
+    pool.expire(11.0)
+    assert pool.policies[0].count_up_to(PRIORITY_DEFAULT) == 4
+    pool.check_invariants()

@@ -39,13 +39,15 @@ class Terminal:
             env=dict(os.environ) | {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""},
         )  # fmt: skip
         self.inner = inner
+        self.poll = select.poll()  # select() knows no descriptor above 1023
+        self.poll.register(self.fd, select.POLLIN)
         self.raw = ""
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
     def read(self) -> None:
-        while select.select([self.fd], [], [], 0.05)[0]:
+        while self.poll.poll(50):
             self.raw += os.read(self.fd, 1 << 16).decode("utf-8", "replace")
 
     def shows(self, *words: str, since: int = 0, seconds: float = 60) -> str:
