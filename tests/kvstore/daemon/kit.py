@@ -66,8 +66,16 @@ def until(condition: Callable[[], object], seconds: float = CEILING_SECONDS, wha
 class ServeProcess:
     """`kvstore serve` in a process of its own; all that is stored is written below, unless `environ` says otherwise."""
 
-    def __init__(self, socket_path: Path, *arguments: str, wait: bool = True, environ: dict[str, str] | None = None):
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
+    def __init__(
+        self,
+        socket_path: Path,
+        *arguments: str,
+        wait: bool = True,
+        environ: dict[str, str] | None = None,
+        under: Sequence[str] = (),
+    ) -> None:
+        """under: a command that runs it."""
+        command = [*under, sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
         kept["KVSTORE_SPILL_POLICY"] = "everything"
         self.process = subprocess.Popen(
