@@ -99,7 +99,7 @@ def test_copies_that_may_not_go_are_not_looked_for_at_every_store(tmp_path: Path
         costs.append(cost_seconds(lambda core=core, new=new: fill(core, new, 100)))  # type: ignore[misc]
         core.arena("").check()
         core.close(0)
-    assert costs[1] < 10 * costs[0], costs
+    assert costs[1] < 2 * costs[0], costs
 
 
 def test_who_leaves_costs_no_look_at_all_copies(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_who_leaves_costs_no_look_at_all_copies(tmp_path: Path) -> None:
     first = joined(core)
     fill(core, first, 20_000)
     core.leave(first, is_dead=True)
-    assert cost_seconds(come_and_go) < 20 * quick + 0.001
+    assert cost_seconds(come_and_go) < 20 * quick + 0.0003
     core.arena("").check()
     core.close(0)
 
@@ -172,7 +172,7 @@ def test_a_clear_ends_writes_of_its_own_roots_and_of_no_other(daemon: Daemon) ->
     """Found here: any client's clear made every store that was under way in the domain fail."""
     writer, other = RawClient(daemon.settings.socket_path), RawClient(daemon.settings.socket_path)
     writer.form()
-    other.form(0, key_of(0, root=b"\x07" * 32))
+    other.form(0, key_of(0, root=b"\x55" * 32))
     first, second, third = writer.reserve([key_of(n) for n in range(3)])
     assert isinstance(other.ask(protocol.Clear), protocol.Count)
     assert publish_of(writer, first) == 1
@@ -197,10 +197,8 @@ def test_roots_that_were_cleared_are_bounded(daemon: Daemon) -> None:
     client = RawClient(daemon.settings.socket_path)
     client.form()
     (place,) = client.reserve([key_of(1)])
-    for number in range(10):
-        arena.note_cleared({number.to_bytes(2) + bytes([turn]) * 30 for turn in range(200) for number in [number]})
-    for turn in range(30):
-        arena.note_cleared({os.urandom(32) for _ in range(200 + turn)})
+    for _ in range(30):
+        arena.note_cleared({os.urandom(32) for _ in range(200)})
     assert len(arena._cleared) <= 4096
     assert publish_of(client, place) == 0, "when too many are remembered all count as cleared"
     client.close()
@@ -272,7 +270,9 @@ from kvstore.tier import ResultCode
 tier, keys = tier_at(sys.argv[1]), [key_of(n) for n in range(40)]
 get(tier, keys[:1], 100_000)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 2, hard))
+free = os.open('/dev/null', os.O_RDONLY)
+os.close(free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
 few = [one for key in keys for one in get(tier, [key], 100_000)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 many = get(tier, keys, 100_000)
@@ -301,11 +301,14 @@ def test_descriptors_are_sent_to_who_takes_them(daemon: Daemon) -> None:
     client = RawClient(daemon.settings.socket_path)
     (segment,) = [one.number for one in daemon.core.arena("").segments.values() if one.entries]
     assert client.ask(protocol.Map, [segment] * 64, False).cause == Cause.SEGMENT
+    session = next(one for one in daemon._sessions if one.holder is not None and one.holder.name == "raw")
+    before = session.request_count
     for _ in range(30):
         client.tell(protocol.Map, [segment], False)
+    until(lambda: session.request_count == before + 30)
     answers = [client.answer() for _ in range(30)]
     assert isinstance(answers[0], protocol.Segments)
-    assert [one.cause for one in answers[1:]].count(Cause.SEGMENT) >= 1
+    assert {getattr(one, "cause", None) for one in answers[1:]} == {Cause.SEGMENT}
     assert isinstance(client.ask(protocol.Map, [segment], False), protocol.Segments), "once it has read"
     for one in (tier, client):
         one.close()
@@ -332,7 +335,7 @@ def test_a_dead_clients_number_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) 
 def test_nobody_is_let_in_without_a_descriptor_of_its_process(daemon: Daemon) -> None:
     """Found here: it was taken for dead when its connection ended, and what it could still write to given away."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with few_descriptors(3), pytest.raises(OSError, match="[Tt]oo many open files"):
+    with few_descriptors(3), pytest.raises(OSError, match="open files"):
         server._pid_fd(ours, os.getpid())
     for one in (ours, theirs):
         one.close()
