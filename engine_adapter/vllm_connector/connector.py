@@ -202,11 +202,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _answer(self, question: Question, hashes: list[bytes]) -> Answer:
         if question.is_reset:
             try:
-                return Answer(0, False, self._shelf.reset())
+                return Answer(0, False, self._shelf.below.reset())
             except TierError as error:
-                return Answer(0, False, self._shelf.epoch, problem=str(error))
+                return Answer(0, False, self._shelf.below.epoch, problem=str(error))
         if not hashes:
-            return Answer(0, False, self._shelf.epoch, scales=self._scale_name)
+            return Answer(0, False, self._shelf.below.epoch, scales=self._scale_name)
         found = self._shelf.find(question.epoch, question.root, hashes, question.local_blocks)
         return Answer(found.blocks, found.pending, found.epoch, found.lossy_at)
 
@@ -262,7 +262,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.role is not KVConnectorRole.WORKER:
             return None
-        now = self._shelf.counters()
+        now = self._shelf.below.counters()
         fresh = {name: count - self._reported.get(name, 0) for name, count in now.items()}
         self._reported = now
         return ConnectorStats({name: count for name, count in fresh.items() if count})

@@ -121,7 +121,7 @@ def test_what_vllm_has_need_not_be_stored(worker: Worker) -> None:
 def test_blocks_that_are_gone_are_reported_by_position(worker: Worker) -> None:
     worker.save()
     key = worker.shelf._residency.copy_key(worker.root, 0, worker.hashes[7], 0, True)
-    assert worker.shelf._tiers[0].delete([key]) == 1
+    assert worker.shelf.below.tiers[0].delete([key]) == 1
     failed = worker.load(0, 10, [[11, 12, 13, 14, 15], [0, 0, 11, 12, 13]])
     assert failed[0] == 7
 
@@ -152,7 +152,7 @@ def test_a_bad_copy_is_taken_from_the_next_tier() -> None:
     real = first._get_one
     first._get_one = lambda job, claim: (first.delete([job.key]), real(job, None))[1]  # type: ignore[method-assign]
     assert made.load(0, 10, [[11, 12, 13, 14, 15]]) == []
-    assert made.shelf.counters()["loaded_blocks_second"] == 10
+    assert made.shelf.below.counters()["loaded_blocks_second"] == 10
     made.shelf.close()
 
 
@@ -165,17 +165,17 @@ def test_saves_beyond_the_staging_budget_are_dropped_and_counted() -> None:
     made = Worker([Stuck(1 << 20)], kv, staging_bytes=1)
     made.shelf._saver.staging.take(5)
     made.shelf.save([SaveOrder(made.root, made.hashes, 0, None, [[1, 2, 3, 4, 5]])])
-    assert made.shelf.counters()["saves_dropped_staging"] == 10
+    assert made.shelf.below.counters()["saves_dropped_staging"] == 10
     made.shelf._saver.staging.used_bytes = 0
     made.shelf.close()
 
 
 def test_a_reset_begins_an_epoch_and_empties_the_tiers(worker: Worker) -> None:
     worker.save()
-    assert worker.shelf.reset() == 1
+    assert worker.shelf.below.reset() == 1
     answer = worker.shelf.find(0, worker.root, worker.hashes, 0)
     assert (answer.blocks, answer.epoch) == (0, 1)
-    assert worker.shelf._tiers[0].used_bytes == 0
+    assert worker.shelf.below.tiers[0].used_bytes == 0
 
 
 # the line between the two --------------------------------------------------------------------------------------------

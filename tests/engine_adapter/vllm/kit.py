@@ -134,7 +134,7 @@ class Engine:
         self.llm.llm_engine.step()
         until = time.monotonic() + 60
         while not self.shelf.is_idle and time.monotonic() < until:
-            self.shelf._traffic.drain()
+            self.shelf.below.drain()
             time.sleep(0.005)
         assert self.shelf.is_idle
 

@@ -27,7 +27,7 @@ def test_another_process_loads_and_a_daemon_that_restarts_is_missed_and_found_ag
     with kit.engine(models["hybrid"], {"daemon": str(socket)}) as engine:
         for asked, (tokens, _), whole in zip(PROMPTS, stored["answers"], WHOLE, strict=True):
             assert engine.answer(asked) == (tuple(tokens), whole)
-        assert engine.external_hits() == engine.shelf.counters()["loaded_tokens"] == sum(WHOLE)
+        assert engine.external_hits() == engine.shelf.below.counters()["loaded_tokens"] == sum(WHOLE)
 
         asked = prompt(90, 500)
         expected, _ = engine.answer(asked)
@@ -37,7 +37,7 @@ def test_another_process_loads_and_a_daemon_that_restarts_is_missed_and_found_ag
         begun = time.monotonic()
         assert engine.answer(asked) == (expected, 0)
         assert time.monotonic() - begun < 30  # nothing waits for who is not there
-        tier = engine.shelf._tiers[0]
+        tier = engine.shelf.below.tiers[0]
         assert not tier.is_up
 
         daemon = ServeProcess(socket, "--host-bytes", "64MiB")

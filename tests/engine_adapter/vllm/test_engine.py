@@ -30,12 +30,12 @@ def stored(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 def test_second_run_after_a_reset_loads_and_says_the_same(engine: Engine) -> None:
     prompts = [prompt(seed, count) for seed, count in ((1, 300), (2, 513), (3, 900))]
     first = stored(engine, prompts)
-    before, counted = engine.external_hits(), engine.shelf.counters().get("loaded_tokens", 0)
+    before, counted = engine.external_hits(), engine.shelf.below.counters().get("loaded_tokens", 0)
     for token_ids, answer in zip(prompts, first, strict=True):
         again, cached = engine.answer(token_ids)
         assert again == answer
         assert cached == (len(token_ids) - 1) // BLOCK * BLOCK
-    loaded = engine.shelf.counters()["loaded_tokens"] - counted
+    loaded = engine.shelf.below.counters()["loaded_tokens"] - counted
     assert engine.external_hits() - before == loaded == sum((len(one) - 1) // BLOCK * BLOCK for one in prompts)
 
 
@@ -86,7 +86,7 @@ def test_many_at_once_with_little_memory_and_again(engine: Engine) -> None:
 def test_a_copy_that_is_gone_when_it_is_loaded_is_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = prompt(8, 600)
     first = stored(engine, [asked])
-    shelf, tier = engine.shelf, engine.shelf._tiers[0]
+    shelf, tier = engine.shelf, engine.shelf.below.tiers[0]
     real = shelf.load
 
     def losing(order: Any) -> None:
@@ -98,11 +98,11 @@ def test_a_copy_that_is_gone_when_it_is_loaded_is_computed(engine: Engine, monke
         real(order)
 
     monkeypatch.setattr(shelf, "load", losing)
-    failed = shelf.counters().get("loads_failed", 0)
+    failed = shelf.below.counters().get("loads_failed", 0)
     answer, _ = engine.answer(asked)
     monkeypatch.undo()
     assert answer == first[0]
-    assert shelf.counters()["loads_failed"] == failed + 1
+    assert shelf.below.counters()["loads_failed"] == failed + 1
     engine.forget()
     assert engine.answer(asked) == (first[0], 599 // BLOCK * BLOCK)  # what was computed instead is stored
 
