@@ -133,7 +133,9 @@ class Loader:
                 (group, position, copy)
                 for group, one in enumerate(plan.groups)
                 for position, copy in sorted(one.copies.items())
-                if (group, position) in missing and not (copy.lossy and order.must_be_exact(position))
+                if (group, position) in missing
+                and not (copy.lossy and order.must_be_exact(position))
+                and not self._below.is_stuck(copy.tier)
             ]
             for batch, positioned in self._batches(copies):
                 loaded |= self._load_batch(order, groups[batch.group], batch, positioned, until)
@@ -162,7 +164,10 @@ class Loader:
     def _load_batch(
         self, order: LoadOrder, pages: GroupPages, batch: _Batch, copies: Sequence[Positioned], until: float
     ) -> set[tuple[int, int]]:
-        """Chunk by chunk, the next one read while the last one is put in place."""
+        """Chunk by chunk, the next one read while the last one is put in place.
+
+        A tier that has not ended a chunk by `until` keeps that buffer, and nothing of it reaches vLLM's pages.
+        """
         loaded: set[tuple[int, int]] = set()
         chunks = [copies[at : at + _CHUNK_BLOCKS] for at in range(0, len(copies), _CHUNK_BLOCKS)]
         under_way: list[tuple[Transfer, Sequence[Positioned], ByteRow]] = []
@@ -174,7 +179,11 @@ class Loader:
                 under_way.append((transfer, chunks[index], row))
             if index:
                 transfer, chunk, row = under_way.pop(0)
-                results = self._below.wait(transfer, until)
+                results = self._below.wait_or_leave(transfer, until, lambda _: None)
+                if results is None:
+                    self._below.count("blocks_left_to_a_stuck_tier", len(chunk))
+                    self._rows = {key: one for key, one in self._rows.items() if one is not row}
+                    continue
                 count = len(chunk)
                 good = [at for at in range(count) if all(one is ResultCode.OK for one in results[at::count])]
                 self._place(order, pages, batch, row, [chunk[at][0] for at in range(count)], good)

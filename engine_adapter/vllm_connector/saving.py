@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from engine_adapter.vllm_connector.shards import ShardResidency
     from kvstore.tier import ByteRow, CopyKey, ResultCode, Tier
 
+_LOG = logging.getLogger(__name__)
 _CHUNK_BLOCKS = 32
 
 
@@ -119,7 +121,11 @@ class Saver:
                 return
             chunk.rows = [row] if encoded is None else [row, encoded]
             self._chunk_count += 1
-        pages.gather([(one.tables, one.position) for one in saves], row)
+        try:
+            pages.gather([(one.tables, one.position) for one in saves], row)
+        except Exception:  # the engine goes on without these copies
+            _LOG.exception("kvstore: blocks of vLLM could not be copied")
+            return self._fail(chunk, saves)
         if encoded is None or self._encoder is None:
             self._put(chunk, [self._item(one.key, one, row, index) for index, one in enumerate(saves)])
         else:
@@ -131,10 +137,8 @@ class Saver:
         size = encoded.nbytes // _CHUNK_BLOCKS
         try:
             accepted = self._forms.encode(group, row, len(saves), encoded[: len(saves) * size])
-        except Exception:  # counted: its blocks are no copies; the executor logs what it was
-            with self._below.lock:
-                self._below.count("saves_failed", len(saves))
-                self._end(chunk)
+        except Exception:  # its blocks are no copies; the executor logs what it was
+            self._fail(chunk, saves)
             raise
         items = [
             self._item(one.key, one, encoded, index) if accepted[index] else self._item(one.raw_key, one, row, index)
@@ -167,6 +171,12 @@ class Saver:
     def _end_put(self, tier: Tier, chunk: _Chunk, size: int, results: Sequence[ResultCode]) -> None:
         self._under_way_bytes[tier.name] -= size
         self._end(chunk)
+
+    def _fail(self, chunk: _Chunk, saves: Sequence[_Save]) -> None:
+        """Counted, and its buffers are free again."""
+        with self._below.lock:
+            self._below.count("saves_failed", len(saves))
+            self._end(chunk)
 
     def _end(self, chunk: _Chunk) -> None:
         chunk.readers -= 1

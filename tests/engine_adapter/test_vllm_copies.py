@@ -189,6 +189,21 @@ def test_an_encoder_that_fails_is_counted_and_holds_no_buffer(tmp_path: Path, mo
         assert one.stored(COLD) == [False] + [True] * (BLOCKS - 1)
 
 
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+def test_pages_that_cannot_be_copied_are_counted_and_hold_no_buffer(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranked(gqa(2), tmp_path, codec=codec) as one:
+        monkeypatch.setattr(GroupPages, "gather", lambda *_: 1 // 0)
+        one.save()
+        assert one.found() == (0, None)
+        assert one.shelf.below.counters()["saves_failed"] == BLOCKS
+        assert one.shelf._saver.staging.used_bytes == 0
+        monkeypatch.undo()
+        one.save()
+        assert one.found()[0] == BLOCKS
+
+
 def test_what_was_computed_after_lossy_blocks_has_another_name(tmp_path: Path) -> None:
     with ranked(gqa(2), tmp_path, codec="int4") as one:
         one.save(start=0, is_exact=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine_adapter.vllm_connector.orders import SaveOrder
 from engine_adapter.vllm_connector.settings import check_version, make_tiers, model_and_weights, read_settings
 from kvstore import HostTier
 from kvstore.disk_tier.tier import DiskTier
+from kvstore.executor import ThreadExecutor
 from kvstore.frame.specs import geometry_specs
 from tests.engine_adapter.vllm_kit import (
     BLOCK,
@@ -153,6 +155,37 @@ def test_a_bad_copy_is_taken_from_the_next_tier() -> None:
     first._get_one = lambda job, claim: (first.delete([job.key]), real(job, None))[1]  # type: ignore[method-assign]
     assert made.load(0, 10, [[11, 12, 13, 14, 15]]) == []
     assert made.shelf.below.counters()["loaded_blocks_second"] == 10
+    made.shelf.close()
+
+
+def test_a_disk_that_hangs_costs_a_deadline_and_the_next_load_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = geometry(full((0, 1)))
+    tier = DiskTier(tmp_path, 8 << 20, ThreadExecutor("disk"), specs=geometry_specs(kv))
+    made = Worker([tier], kv, deadline_seconds=0.2)
+    made.save()
+    go, plain = threading.Event(), DiskTier._get_one
+
+    def hang(self: DiskTier, job: Any, claim: Any) -> Any:
+        assert go.wait(60)
+        return plain(self, job, claim)
+
+    monkeypatch.setattr(DiskTier, "_get_one", hang)
+    pages = [[11, 12, 13, 14, 15]]
+    before = made.memories[0].tokens()
+    assert made.load(0, 10, pages) == list(range(10))
+    assert made.load(0, 10, pages) == list(range(10))
+    assert made.shelf.below.counters()["blocks_left_to_a_stuck_tier"] == 10, "the second did not even begin"
+    go.set()
+    until = time.monotonic() + 30
+    while made.shelf.below.is_stuck(tier) and time.monotonic() < until:
+        made.shelf.below.drain()
+        time.sleep(0.002)
+    assert np.array_equal(made.memories[0].tokens(), before), "what came too late is put nowhere"
+    monkeypatch.undo()
+    assert made.load(0, 10, pages) == []
+    assert np.array_equal(made.memories[0].block(15, 1), made.memories[0].block(5, 1))
     made.shelf.close()
 
 
