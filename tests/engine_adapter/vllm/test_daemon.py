@@ -11,18 +11,19 @@ pytest.importorskip("vllm")
 
 from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import BLOCK, prompt
-from tests.engine_adapter.vllm.test_processes import PROMPTS, WHOLE, run
+from tests.engine_adapter.vllm.peer import Peer
+from tests.engine_adapter.vllm.test_processes import PROMPTS, WHOLE
 from tests.kvstore.daemon.kit import ServeProcess, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
 def test_another_process_loads_and_a_daemon_that_restarts_is_missed_and_found_again(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], peer: Peer, tmp_path: Path
 ) -> None:
     socket = tmp_path / "socket"
     daemon = ServeProcess(socket, "--host-bytes", "64MiB")
-    stored = run(models["hybrid"], {"daemon": str(socket)})
+    stored = peer.run(models["hybrid"], {"daemon": str(socket)}, PROMPTS)
     assert stored["hits"] == 0
     with kit.engine(models["hybrid"], {"daemon": str(socket)}) as engine:
         for asked, (tokens, _), whole in zip(PROMPTS, stored["answers"], WHOLE, strict=True):
