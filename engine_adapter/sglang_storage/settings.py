@@ -101,7 +101,10 @@ def check_version(version: str) -> None:
     parts = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     if not TESTED[0] <= parts < TESTED[1]:
         first, below = (".".join(map(str, one)) for one in TESTED)
-        raise ConfigError(f"SGLang {version}: this storage is tested with {first} up to, not including, {below}")
+        raise ConfigError(
+            f"SGLang {version}: this storage is tested with {first} up to, not including, {below}; install such a "
+            f"release (pip install 'sglang>={first},<{below}'), or a kvstore-llm that knows yours"
+        )
 
 
 def model_weights(settings: StorageSettings, model_path: str, revision: str | None) -> str:

@@ -84,7 +84,10 @@ def check_version(version: str) -> None:
     parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not TESTED[0] <= parts < TESTED[1]:
         first, below = (".".join(map(str, one)) for one in TESTED)
-        raise ConfigError(f"vLLM {version}: this connector is tested with {first} up to, not including, {below}")
+        raise ConfigError(
+            f"vLLM {version}: this connector is tested with {first} up to, not including, {below}; install such a "
+            f"release (pip install 'vllm>={first},<{below}'), or a kvstore-llm that knows yours"
+        )
 
 
 def model_and_weights(settings: ConnectorSettings, model: str, revision: str | None) -> tuple[str, str]:

@@ -5,6 +5,7 @@ Tiny models have random weights; prompts are random tokens, so that a wrong key 
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from collections.abc import Iterator
@@ -154,3 +155,32 @@ def engine(model: Path, tiers: dict[str, Any], **settings: Any) -> Iterator[Engi
         yield made
     finally:
         made.close()
+
+
+def refused(engine: Engine, change: Any, role: str = "SCHEDULER") -> str:
+    """What making a connector says with a changed copy of the engine's own config."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from allocator import ConfigError
+    from engine_adapter.vllm_connector import KVStoreConnector
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    for name in ("kv_transfer_config", "cache_config", "model_config", "parallel_config", "device_config"):
+        setattr(config, name, copy.copy(getattr(config, name)))
+    config.kv_transfer_config.kv_connector_extra_config = dict(config.kv_transfer_config.kv_connector_extra_config)
+    config.kv_transfer_config.engine_id = "another"
+    change(config)
+    try:
+        KVStoreConnector(config, KVConnectorRole[role], core.scheduler.kv_cache_config)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def setting(**given: Any) -> Any:
+    return lambda config: config.kv_transfer_config.kv_connector_extra_config.update(given)
+
+
+def attribute(part: str, name: str, value: Any) -> Any:
+    return lambda config: setattr(getattr(config, part), name, value)
