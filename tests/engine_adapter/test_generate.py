@@ -183,6 +183,18 @@ def test_a_batch_reuses_what_its_rows_have_in_common() -> None:
         assert cache.reused_tokens == 32 + (32 - 7) + (32 - 23)
 
 
+@pytest.mark.parametrize("width", [30, 40])
+@pytest.mark.parametrize("pads", [(0, 3), (5, 0), (0, 1, 2)])
+def test_rows_whose_windows_are_full_but_begin_at_other_tokens(pads: tuple[int, ...], width: int) -> None:
+    """Little padding: every row's window is full, and lies in the same blocks or nearly."""
+    model = tiny_model("mistral")
+    ids = torch.tensor([[0] * pad + random_ids(width - pad) for pad in pads])
+    expected = generate(model, ids)
+    with opened(model) as kv:
+        for _ in range(2):
+            assert generate(model, ids, kv.cache()) == expected
+
+
 def test_without_reuse_where_the_caller_wants_every_row_of_output() -> None:
     model = tiny_model("llama")
     with opened(model) as kv:
