@@ -168,9 +168,7 @@ class ModelStore:
         self._end_dropped()
         rows = cache.rows
         rows.settle()
-        given = read_arguments(
-            args, kwargs, rows.columns, rows.rows, any(rows.media), bool(self._placeholder_ids)
-        )
+        given = read_arguments(args, kwargs, rows.columns, rows.rows, any(rows.media), bool(self._placeholder_ids))
         if not rows.rows:
             given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()), rows.media_to_come)
         for row, pad in zip(rows.rows, given.pads, strict=True):

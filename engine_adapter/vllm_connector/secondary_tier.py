@@ -28,8 +28,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from allocator import ConfigError, KVGeometry
+from engine_adapter.releases import VLLM
 from engine_adapter.tiers_below import TiersBelow
-from engine_adapter.vllm_connector.settings import check_version, make_tiers, read_settings
+from engine_adapter.vllm_connector.settings import make_tiers, read_settings
 from kvstore import Identity
 from kvstore.tier import CopyKey, ResultCode
 
@@ -58,7 +59,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        check_version(vllm.__version__)
+        VLLM.check(vllm.__version__)
         chosen = read_settings(settings, os.environ)
         if chosen.store.codec != "raw":
             raise ConfigError(

@@ -33,7 +33,7 @@ class Peer:
             )  # fmt: skip
 
     def run(self, model: Path, tiers: dict[str, Any], prompts: list[list[int]], ranks: int = 1) -> dict[str, Any]:
-        """answers: greedy tokens and how many of the prompt's were cached, each. hits: vLLM's count of loaded tokens."""
+        """answers: greedy tokens and how many of the prompt's were cached, each. hits: tokens loaded, says vLLM."""
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
         assert pipe_in is not None
         assert pipe_out is not None

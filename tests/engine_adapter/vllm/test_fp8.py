@@ -1,4 +1,4 @@
-"""An engine whose own cache is FP8: copies are its bytes, the scales are part of who they are, and codecs are refused."""
+"""An engine whose own cache is FP8: copies are its bytes, the scales are part of who they are, codecs are refused."""
 
 from __future__ import annotations
 
@@ -93,4 +93,7 @@ def test_other_scales_are_another_cache(engine: Engine, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("codec", ["int4", "int8k"])
 def test_copies_of_fewer_bits_are_refused(engine: Engine, codec: str) -> None:
-    assert refused(engine, setting(codec=codec), "WORKER") == f"codec: got {codec!r} for a float8_e4m3fn cache; expected raw"
+    assert (
+        refused(engine, setting(codec=codec), "WORKER")
+        == f"codec: got {codec!r} for a float8_e4m3fn cache; expected raw"
+    )

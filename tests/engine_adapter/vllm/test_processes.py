@@ -49,9 +49,7 @@ def test_disk_serves_the_next_process_and_bad_bytes_are_computed(
     assert [tokens for tokens, _ in third["answers"]] == [tokens for tokens, _ in first["answers"]]
 
 
-def test_a_server_serves_engines_of_the_same_weights_whatever_their_ranks(
-    models: dict[str, Path], peer: Peer
-) -> None:
+def test_a_server_serves_engines_of_the_same_weights_whatever_their_ranks(models: dict[str, Path], peer: Peer) -> None:
     """Two ranks store half of the heads each; one that has all of them reads both."""
     with Server() as server:
         tiers = {"redis_url": server.url}

@@ -51,7 +51,7 @@ def test_an_untested_vllm_is_refused_at_start(engine: Engine, monkeypatch: pytes
     monkeypatch.setattr("vllm.__version__", "0.47.0")
     message = refused(engine, lambda config: None)
     assert "vLLM 0.47.0" in message
-    assert "tested with 0.32" in message
+    assert "expected one of vllm>=0.32,<0.33" in message
 
 
 def test_an_engine_with_a_bad_setting_does_not_start(models: dict[str, Path]) -> None:
