@@ -42,7 +42,7 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")
 class ModelStore:
     """Opens a store for `model`; `cache()` makes what `model.generate(..., cache=...)` takes.
 
-    model: a causal language model of transformers, in eval mode. config: memory, tiers and codec, as everywhere.
+    model: a causal language model of transformers, in eval mode, or PEFT's around one. config: memory, tiers and codec, as everywhere.
     paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
     attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the name
     is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory and
@@ -64,7 +64,7 @@ class ModelStore:
         adapter: object = None,
         tenant: str | None = None,
     ) -> None:
-        self.model = model
+        self.model = model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.geometry = geometry_from_config(model.config, model.dtype, block_tokens)
         self._sources = kv_sources(model.config)
         self._backend: AttentionBackend | None = None

@@ -104,12 +104,12 @@ class Engine:
         """Greedy tokens, prompt by prompt, so that no prompt shares a batch with another."""
         return [self.answer(one, tokens)[0] for one in prompts]
 
-    def answer(self, token_ids: list[int], tokens: int = 10) -> tuple[tuple[int, ...], int]:
+    def answer(self, token_ids: list[int], tokens: int = 10, lora: Any = None) -> tuple[tuple[int, ...], int]:
         """Greedy tokens, and how many of the prompt's were cached somewhere."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
-        (out,) = self.llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
+        (out,) = self.llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False, lora_request=lora)
         return tuple(out.outputs[0].token_ids), out.num_cached_tokens or 0
 
     @property
