@@ -42,11 +42,11 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")
 class ModelStore:
     """Opens a store for `model`; `cache()` makes what `model.generate(..., cache=...)` takes.
 
-    model: a causal language model of transformers, in eval mode, or PEFT's around one. config: memory, tiers and codec, as everywhere.
-    paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
-    attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the name
-    is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory and
-    the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
+    model: a causal language model of transformers, in eval mode, or PEFT's around one. config: memory, tiers and codec,
+    as everywhere. paged: attend over the blocks where they lie, INT4 included, instead of gathering for the model's
+    own attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the
+    name is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory
+    and the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
     docs/how-to/transformers.md). adapter, tenant: see Identity.
 
     Raises ConfigError, naming the model, where reuse would be silently wrong.
