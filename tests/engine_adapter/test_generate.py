@@ -19,6 +19,7 @@ from tests.engine_adapter.generate_kit import (
     FAMILIES,
     NEW_TOKENS,
     PROMPT,
+    SLIDING,
     generate,
     opened,
     random_ids,
@@ -184,11 +185,11 @@ def test_a_batch_reuses_what_its_rows_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("width", [30, 40])
-@pytest.mark.parametrize("pads", [(0, 3), (5, 0), (0, 1, 2)])
-def test_rows_whose_windows_are_full_but_begin_at_other_tokens(pads: tuple[int, ...], width: int) -> None:
+@pytest.mark.parametrize("family", SLIDING)
+def test_rows_whose_windows_are_full_but_begin_at_other_tokens(family: str, width: int) -> None:
     """Little padding: every row's window is full, and lies in the same blocks or nearly."""
-    model = tiny_model("mistral")
-    ids = torch.tensor([[0] * pad + random_ids(width - pad) for pad in pads])
+    model = tiny_model(family)
+    ids = torch.tensor([[0] * pad + random_ids(width - pad) for pad in (5, 0, 3)])
     expected = generate(model, ids)
     with opened(model) as kv:
         for _ in range(2):
