@@ -111,10 +111,7 @@ class DiskCatalog:
     def _check_whole(self) -> None:
         """Before a page is looked at through the map: damage there could end the process (SIGBUS)."""
         try:
-            if self._settings["readonly"]:
-                damage = self._damage_as_read()
-            else:
-                damage = find_damage(self._path)
+            damage = self._damage_as_read() if self._settings["readonly"] else find_damage(self._path)
         except OSError as error:
             damage = str(error)
         if damage is not None:

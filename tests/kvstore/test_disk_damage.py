@@ -227,7 +227,7 @@ def test_no_damage_of_the_index_ends_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", (2, 3))
+@pytest.mark.parametrize("seed", [2, 3])
 def test_no_damage_of_the_index_ends_a_process_long(tmp_path: Path, seed: int) -> None:
     bad, _ = _harm(tmp_path, 1000, seed)
     assert bad == "[]", "seed, round, exit code or signal"
