@@ -26,7 +26,7 @@ _PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS = 29, 1000  # who waits for that lo
 
 _OPTIONS = {"socket_path": "socket"}  # others are called as their settings
 
-_YOUNG_OBJECTS = 200
+_YOUNG_OBJECTS = 100
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
 
@@ -117,7 +117,7 @@ def _short_pauses() -> None:
     """Python's collector stops every thread: for 0.1 s when it looks at a large arena's copies, and for longer than
     a lookup takes at what a flood has made. The daemon's own objects go by their reference counts, so old ones are
     never looked at, and young ones in small portions: those of the HTTP side."""
-    gc.set_threshold(_YOUNG_OBJECTS, 10, 1 << 30)
+    gc.set_threshold(_YOUNG_OBJECTS, 5, 1 << 30)
 
 
 def _all_descriptors() -> None:
