@@ -278,17 +278,18 @@ class Core:
         return b"".join(places)
 
     def publish(self, holder: Holder, leases: Sequence[int]) -> bytes:
-        arena, flags = holder.arena, bytearray()
+        flags, published = bytearray(), []
         with self.lock:
             for number in leases:
                 is_ours = number in holder.writes
                 entry = self.book.publish(holder, number)
                 flags.append(entry is not None)
                 if entry is not None:
-                    self.tally.stored(entry.size_bytes)
-                    self.spilling.note_use(arena, [entry])
+                    published.append(entry)
                 elif not is_ours:
                     self.counts["refused_stale"] += 1
+            self.tally.stored(sum([entry.size_bytes for entry in published]))
+            self.spilling.note_use(holder.arena, published)
         return bytes(flags)
 
     def abandon(self, holder: Holder, leases: Sequence[int]) -> int:

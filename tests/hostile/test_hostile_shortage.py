@@ -151,9 +151,7 @@ def test_a_connection_leaves_no_cycle_behind(daemon: Daemon) -> None:
             client.ask(protocol.Run, 9, b"")
             client.close()
         until(lambda: all(not one.is_remote for one in daemon.core.holders.values()))
-        until(
-            lambda: not [one for one in gc.get_objects() if isinstance(one, Session)], what="sessions go by themselves"
-        )
+        until(lambda: not [one for one in gc.get_objects() if type(one) is Session], what="sessions go by themselves")
     finally:
         gc.enable()
 
