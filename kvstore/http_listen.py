@@ -74,7 +74,7 @@ class _BoundedProtocol(H11Protocol):
             self._deadline.cancel()
         super().connection_lost(exc)
         with suppress(AttributeError):  # asyncio's is a cycle through this; the daemon hardly looks for cycles
-            self.transport._read_ready_cb = None
+            self.transport._read_ready_cb = None  # type: ignore[attr-defined]
 
     def _begin(self, *, waits: bool) -> None:
         """To wait for a head, or to answer: each has its time from now on."""
