@@ -34,7 +34,7 @@ _SHADOW_DECAY = 0.99
 _GRAIN_TOKENS = 128
 _MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
 _LOSS_MAX = 0.003  # hits, as a share of the blocks seen, that following the learned order may have cost
-_START_BLOCKS = 15_000  # sampled blocks before LRU is left for the first time
+_START_REQUESTS = 650  # of the sample, before LRU is left for the first time
 _LEAD_LOSS_MAX = 0.003  # of the blocks seen: how far below its best the lead may fall before LRU is followed again
 
 
@@ -51,13 +51,13 @@ class _Floor:
         self._recency_hits = self._learned_hits = 0.0
         self._earned_blocks = self._seen_blocks = 0.0
         self._best_lead = 0.0  # since LRU was left
-        self._sampled_count = 0
+        self._request_count = 0
         self.prefers_recency = True
 
     def request(self, keys: Keys, group: int, clock: int, until: Prices, worths: Prices | None) -> None:
         if group < self._share:
             names = keys.tolist()
-            self._sampled_count += len(names)
+            self._request_count += bool(names)
             weights = None if worths is None else worths.tolist()
             self._seen_blocks += len(names) if weights is None else sum(weights)
             self._recency.request(names, [float(clock)] * len(names), weights)
@@ -75,11 +75,11 @@ class _Floor:
         lead = self._learned_hits - self._recency_hits
         is_spent = self._earned_blocks < -_LOSS_MAX * self._seen_blocks
         if self.prefers_recency:
-            is_clear = lead > _MARGIN * self._recency_hits and self._sampled_count >= _START_BLOCKS
+            is_clear = lead > _MARGIN * self._recency_hits and self._request_count >= _START_REQUESTS
             self.prefers_recency = is_spent or not is_clear
             self._best_lead = lead
         else:
-            self._best_lead = max(self._best_lead, lead)
+            self._best_lead = max(self._best_lead * _SHADOW_DECAY, lead)
             is_shrinking = lead < self._best_lead - _LEAD_LOSS_MAX * self._seen_blocks
             self.prefers_recency = is_spent or is_shrinking or lead <= 0
 
