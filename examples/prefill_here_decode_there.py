@@ -61,9 +61,10 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser()
     options.add_argument("tier")
     options.add_argument("--role", choices=("prefill", "decode"))
+    options.add_argument("--model", help="a model's folder; default SmolLM2-135M-Instruct from PyPI")
     given = options.parse_args()
-    first = given.role or subprocess.Popen([sys.executable, __file__, given.tier, "--role", "prefill"])
-    loaded = load_model(None, "float32")
+    first = given.role or subprocess.Popen([sys.executable, *sys.argv, "--role", "prefill"])
+    loaded = load_model(given.model, "float32")
     prompt = loaded.tokenizer("The ferry left at six because the tide would not wait. " * 60 + "It left at").input_ids
     loop, store = open_loop(loaded, given.tier)
     if given.role == "prefill":

@@ -100,7 +100,7 @@ def _one_of(*names: str) -> _Reader:
 def _path(value: Any) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if not isinstance(value, str) or "\0" in value:
+    if not isinstance(value, str) or "\0" in value or "://" in value:  # a server's URL is no path
         raise _RefusedError
     return value
 

@@ -173,10 +173,10 @@ class Identity:
 
     def require_shareable(self) -> None:
         """Raise ConfigError unless the weights are known: unknown weights must not leave the process."""
-        if self.weights is None:
+        if not self.weights:
             raise ConfigError(
-                "weights: got None while sharing is on; expected a digest or revision of the weights, since blocks of "
-                "other weights under the same model name would be taken for ours"
+                f"weights: got {self.weights!r} while sharing is on; expected a digest or revision of the weights, "
+                "since blocks of other weights under the same model name would be taken for ours"
             )
 
 

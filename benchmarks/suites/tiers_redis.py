@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +23,7 @@ from benchmarks.redis_server import RedisServer, server_binary
 from benchmarks.rows import Options, Row, Stopwatch, compared, rotated
 from benchmarks.suites.redis_floor import BareSocket
 from kvstore.copy_key import CopyKey
+from kvstore.executor import InlineExecutor, ThreadExecutor
 from kvstore.redis_tier.links import LinkOptions
 from kvstore.redis_tier.tier import RedisOptions, RedisTier
 from kvstore.tier import ResultCode
@@ -32,7 +35,7 @@ _MOVED_BYTES = 64 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _QUICK = 8  # times less in a quick run
 _SHAPE = BlockShape(32, 8, 16, 128, 128)  # 2 MiB in bf16, as a model of 8 billion parameters has it
-_GROUP_BLOCKS = 16  # fetched in one transfer and decoded together: 9.6 MiB of payloads, in cache between
+_GROUP_BLOCKS = 8  # fetched in one transfer and decoded together: 4.8 MiB of payloads, in cache between
 _COPY_NOTE = (
     "64 MiB as copies of this size, each a frame with its checksum, 16 a transfer, through the tier's public calls. "
     "CPU seconds of the client's one thread, or wall time; the baseline is a memmove of each payload in the same round."
@@ -43,8 +46,10 @@ _FLOOR_NOTE = (
 )
 _RESTORE_NOTE = (
     "GB/s of bf16 KV made ready: 32 blocks of 16 tokens (32 layers, 8 heads of 128) read as INT4 copies, frames "
-    "checked, and decoded on one thread. The baseline is one memmove of the bf16 bytes."
+    "checked, 8 a transfer, each group decoded while the next arrives, as in a store: the tier's thread and the one "
+    "that decodes share one core, the server has the other. The baseline is one memmove of the bf16 bytes on that core."
 )
+_ALONE_NOTE = "The same on one thread: nothing is decoded while bytes arrive."
 _PEER_NOTE = (
     "The same amount of bf16 KV from the same server over TCP: ours as INT4 copies, decoded; LMCache's connector reads "
     "full precision, as it stores it, 4 MiB a chunk, into its host memory."
@@ -205,7 +210,10 @@ class _Restore:
     """INT4 copies of 64 MiB of bf16 KV on the server, and the way back into full precision."""
 
     def __init__(self, url: str, moved_bytes: int) -> None:
-        self.tier = RedisTier(url, options=RedisOptions(links=LinkOptions(timeout_seconds=20)))
+        self.tier = self._opened(url, InlineExecutor())
+        self._threaded = self._opened(url, ThreadExecutor("remote"))
+        self._arrived = threading.Event()
+        self._threaded.set_waker(self._arrived.set)
         self.codec = get_codec("int4")
         self.count = max(_GROUP_BLOCKS, moved_bytes // (_SHAPE.element_count * 2))
         self.moved_bytes = self.count * _SHAPE.element_count * 2
@@ -222,17 +230,47 @@ class _Restore:
         self.keys = key.with_hashes(number.to_bytes(32, "big") for number in range(1, self.count + 1))
         self._transfer(self.tier.submit_put([(k, [row]) for k, row in zip(self.keys, self.payloads, strict=True)]))
 
-    def restore(self) -> float:
-        """Read and decode every block; seconds."""
-        keys, values = self._views(self.ready)
+    def alone(self) -> float:
+        """Read and decode every block on this thread; seconds."""
         watch = Stopwatch()
         with watch:
-            for at in range(0, self.count, _GROUP_BLOCKS):
-                part = slice(at, at + _GROUP_BLOCKS)
-                rows = self.payloads[part]
-                self._transfer(self.tier.submit_get(list(zip(self.keys[part], rows, strict=True))))
-                self.codec.decode_into(torch.from_numpy(rows), keys[part], values[part])
+            for part in self._groups():
+                self._transfer(self.tier.submit_get(self._items(part)))
+                self._decode(part)
         return watch.seconds
+
+    def restore(self) -> float:
+        """The same, a group decoded while the tier's thread reads the next; seconds."""
+        watch = Stopwatch()
+        with watch:
+            parts = {self._threaded.submit_get(self._items(part)).id: part for part in self._groups()}
+            while parts:
+                if not self._arrived.wait(60):
+                    raise RuntimeError("a transfer does not end")
+                self._arrived.clear()
+                for done in self._threaded.poll():
+                    if set(done.results) != {ResultCode.OK}:
+                        raise RuntimeError(f"a transfer failed: {self._threaded.counters()}")
+                    self._decode(parts.pop(done.transfer.id))
+        return watch.seconds
+
+    def close(self) -> None:
+        self.tier.close()
+        self._threaded.close()
+
+    @staticmethod
+    def _opened(url: str, executor: InlineExecutor | ThreadExecutor) -> RedisTier:
+        return RedisTier(url, executor, options=RedisOptions(links=LinkOptions(timeout_seconds=20)))
+
+    def _groups(self) -> Iterator[slice]:
+        return (slice(at, at + _GROUP_BLOCKS) for at in range(0, self.count, _GROUP_BLOCKS))
+
+    def _items(self, part: slice) -> list[tuple[CopyKey, Bytes]]:
+        return list(zip(self.keys[part], self.payloads[part], strict=True))
+
+    def _decode(self, part: slice) -> None:
+        keys, values = self._views(self.ready)
+        self.codec.decode_into(torch.from_numpy(self.payloads[part]), keys[part], values[part])
 
     def memmove(self) -> float:
         watch = Stopwatch()
@@ -252,40 +290,59 @@ class _Restore:
         return flat[..., :cut].unflatten(-1, (16, -1)), flat[..., cut:].unflatten(-1, (16, -1))
 
 
+@contextmanager
+def _one_core(server: RedisServer) -> Iterator[None]:
+    """This thread, and those that it starts, on one core, and the server on another, where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    server.keep_to(cores[-1:])
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        server.keep_to(cores)
+
+
 def _restore_rows(options: Options, server: RedisServer, urls: dict[str, str]) -> Iterator[Row]:
     moved = _MOVED_BYTES // (_QUICK if options.quick else 1)
-    ours = {socket: _Restore(f"{url}?namespace=restore-{socket}", moved) for socket, url in urls.items()}
-    gigabytes = ours["uds"].moved_bytes / 1e9
-    sides: dict[str, Callable[[int], float]] = {
-        "uds": lambda _: ours["uds"].restore(),
-        "memmove": lambda _: ours["uds"].memmove(),
-        "tcp": lambda _: ours["tcp"].restore(),
-    }
     with ExitStack() as stack:
-        python = peer_python(_VARIABLE, ".venv-lmcache")
-        version = ""
-        if python is None:
-            options.log(f"tiers: LMCache is not here; run make bench-peers or set {_VARIABLE}")
-        else:
-            chunks = ours["uds"].moved_bytes >> 22
-            module = "benchmarks.suites.lmcache_redis_peer"
-            peer = PeerProcess(python, module, "127.0.0.1", str(server.port), str(4 << 20), str(chunks))
+        peer = _peer(options, server, moved)
+        if peer is not None:
             stack.callback(peer.close)
-            version = peer.version
-            for kind in ("cpp", "py"):
-                peer.seconds("put", kind)
-                sides[kind] = lambda _, kind=kind: peer.seconds("get", kind)  # type: ignore[misc]
+        stack.enter_context(_one_core(server))  # the peer has all cores, and threads of its own on them
+        ours = {socket: _Restore(f"{url}?namespace=restore-{socket}", moved) for socket, url in urls.items()}
+        for one in ours.values():
+            stack.callback(one.close)
+        sides: dict[str, Callable[[int], float]] = {"memmove": lambda _: ours["uds"].memmove()}
+        for socket, one in ours.items():
+            sides[socket] = lambda _, one=one: one.restore()  # type: ignore[misc]
+            sides[f"{socket}_alone"] = lambda _, one=one: one.alone()  # type: ignore[misc]
+        for kind in () if peer is None else ("cpp", "py"):
+            peer.seconds("put", kind)  # type: ignore[union-attr]
+            sides[kind] = lambda _, kind=kind: peer.seconds("get", kind)  # type: ignore[misc,union-attr]
         samples = rotated(sides, options.rounds)
-    for one in ours.values():
-        one.tier.close()
+        gigabytes = ours["uds"].moved_bytes / 1e9
     rates = {name: [gigabytes / seconds for seconds in found] for name, found in samples.items()}
     for socket in urls:
-        yield _rate_row(f"restore_redis_{socket}_int4", rates[socket], "memmove", rates["memmove"], _RESTORE_NOTE)
-    names = {"cpp": "C++ client", "py": "redis-py"}
-    for kind, name in names.items():
-        if kind in rates:
-            baseline = f"{version}, {name}"
+        case = f"restore_redis_{socket}_int4"
+        yield _rate_row(case, rates[socket], "memmove", rates["memmove"], _RESTORE_NOTE)
+        yield _rate_row(f"{case}_one_thread", rates[f"{socket}_alone"], "memmove", rates["memmove"], _ALONE_NOTE)
+    for kind, name in {"cpp": "C++ client", "py": "redis-py"}.items():
+        if peer is not None:
+            baseline = f"{peer.version}, {name}"
             yield _rate_row(f"restore_redis_vs_lmcache_{kind}", rates["tcp"], baseline, rates[kind], _PEER_NOTE)
+
+
+def _peer(options: Options, server: RedisServer, moved_bytes: int) -> PeerProcess | None:
+    """LMCache's connectors on the same server; None, and a line that says why, where it is not here."""
+    python = peer_python(_VARIABLE, ".venv-lmcache")
+    if python is None:
+        options.log(f"tiers: LMCache is not here; run make bench-peers or set {_VARIABLE}")
+        return None
+    module = "benchmarks.suites.lmcache_redis_peer"
+    block_bytes = _SHAPE.element_count * 2
+    chunks = max(_GROUP_BLOCKS * block_bytes, moved_bytes) >> 22
+    return PeerProcess(python, module, "127.0.0.1", str(server.port), str(4 << 20), str(chunks))
 
 
 def _rate_row(case: str, ours: list[float], baseline: str, theirs: list[float], note: str) -> Row:

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_adapter.demo.__main__ import cannot_write, wait_without_spinning
+from engine_adapter.demo.serving import daemon_at
 
 _DOCUMENTS = 4
 _DOCUMENT_TOKENS = 1000
@@ -104,20 +104,6 @@ def engine(given: argparse.Namespace) -> dict[str, Any]:
 # both -----------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def served(path: Path) -> Iterator[None]:
-    """`kvstore serve` meanwhile. RuntimeError when it does not start."""
-    command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(path), "--host-bytes", _HOST_BYTES]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if "ready on" not in process.stdout.readline():
-                raise RuntimeError("kvstore serve did not start")
-            yield
-        finally:
-            process.terminate()
-
-
 def run_engine(given: argparse.Namespace, path: Path) -> tuple[dict[str, Any], float]:
     command = [sys.executable, "-m", "engine_adapter.demo.daemon", "--engine", str(path)]
     command += ["--tokens", str(given.tokens), "--threads", str(given.threads), "--json", "-"]
@@ -183,9 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.engine:
         print(json.dumps(engine(given)))
         return 0
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder, served(Path(folder) / "daemon.sock"):
-        first, first_seconds = run_engine(given, Path(folder) / "daemon.sock")
-        second, second_seconds = run_engine(given, Path(folder) / "daemon.sock")
+    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
+        path = Path(folder) / "daemon.sock"
+        with daemon_at(path, _HOST_BYTES):
+            first, first_seconds = run_engine(given, path)
+            second, second_seconds = run_engine(given, path)
     report = report_of(first, second) | {"engine_seconds": [round(first_seconds, 1), round(second_seconds, 1)]}
     text = json.dumps(report, indent=1)
     if given.json == "-":

@@ -23,7 +23,8 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from engine_adapter.demo.__main__ import cannot_write, wait_without_spinning
-from engine_adapter.demo.vllm_engines import TIERS, Answered, Engine, MissingServerError, tier_settings
+from engine_adapter.demo.serving import MissingServerError
+from engine_adapter.demo.vllm_engines import TIERS, Answered, Engine, tier_settings
 
 BARS = {"host": 0.10, "disk": 0.12, "redis": 0.15, "daemon": 0.12}
 """What is asked for: TTFT warm over cold, at a prefix of 4,096 tokens."""
@@ -203,8 +204,10 @@ def run(given: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any
                 note(f"{name} left out: {problem}")
     finally:
         plain.close()
+    if not tiers:
+        raise ValueError("no tier could be measured: " + "; ".join(missing.values()))
     return {
-        "passed": bool(tiers) and all(one["answers_equal"] and one["all_loaded"] for one in tiers),
+        "passed": all(one["answers_equal"] and one["all_loaded"] for one in tiers),
         "prefix_tokens": given.tokens,
         "new_tokens": given.new_tokens,
         "tiers": tiers,

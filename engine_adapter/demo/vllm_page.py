@@ -29,11 +29,13 @@ def render(report: Report) -> str:
 
 
 def _introduction(report: Report) -> str:
+    held = all(one["answers_equal"] and one["all_loaded"] for one in report["tiers"])
+    verdict = "and the answers are the same tokens" if held else "<b>but not all did, or answers differ: see below</b>"
     return (
         f"<h1>{_TITLE}</h1><p>vLLM {escape(report['vllm'])} reads {escape(report['model'])} prompts that share their "
         f"first {count(report['prefix_tokens'])} tokens. The first time it computes them (<b>cold</b>). When its own "
         "prefix cache has dropped them, or in another process, it would compute them again; with the connector they "
-        "come back from a tier (<b>warm</b>), and the answers are the same tokens.</p>"
+        f"come back from a tier (<b>warm</b>), {verdict}.</p>"
     )
 
 
@@ -83,15 +85,15 @@ def _card(title: str, chart: str, meaning: str) -> str:
 
 
 def _table(report: Report) -> str:
-    names = ("cold", "cold, storing", "cold, a miss", "own cache", "warm", "warm / cold", "asked for", "ITL without",
-             "ITL with", "answers")  # fmt: skip
+    names = ("answers", "cold", "storing", "a miss", "own cache", "warm", "warm / cold", "asked for", "ITL without",
+             "ITL with")  # fmt: skip
     head = "".join(f"<th>{name}</th>" for name in ("tier", *names))
     rows = []
     for one in report["tiers"]:
-        cells = [seconds(one[f"{key}_ttft_seconds"]) for key in ("cold", "storing", "miss", "own_cache", "warm")]
+        cells = ["equal" if one["answers_equal"] and one["all_loaded"] else "DIFFER OR NOT LOADED"]
+        cells += [seconds(one[f"{key}_ttft_seconds"]) for key in ("cold", "storing", "miss", "own_cache", "warm")]
         cells += [f"{one['warm_over_cold']:.3f}", f"{one['bar']:.2f}"]
         cells += [seconds(one["itl_plain_seconds"]), seconds(one["itl_tier_seconds"])]
-        cells.append("equal" if one["answers_equal"] and one["all_loaded"] else "DIFFER OR NOT LOADED")
         rows.append(f"<tr><th>{escape(one['tier'])}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     rows += [f"<tr><th>{escape(name)}</th><td colspan='{len(names)}'>left out: {escape(problem)}</td></tr>"
              for name, problem in report["left_out"].items()]  # fmt: skip
@@ -107,5 +109,5 @@ def _method(report: Report) -> str:
         "vLLM's own prefix cache was emptied. Greedy tokens of all are compared. Float32, one request at a time.</p>"
         f'<p class="note">{escape(machine["processor"])}, {machine["cores"]} cores; Python '
         f"{escape(machine['python'])}, torch {escape(machine['torch'])}, vLLM {escape(report['vllm'])}; "
-        f"{seconds(report['wall_seconds'])} in all.</p></div>"
+        f"{report['wall_seconds']:,.0f} s in all.</p></div>"
     )

@@ -20,10 +20,11 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 from allocator import ConfigError
+from engine_adapter.releases import SGLANG
 from engine_adapter.sglang_storage.forms import KV_POOL, Names, PoolForm, Rank, check_pool, frame_geometry, page_hash
 from engine_adapter.sglang_storage.hits import PoolPages, leading_run, restorable
 from engine_adapter.sglang_storage.pages import Page, page_rows
-from engine_adapter.sglang_storage.settings import check_version, make_tiers, model_weights, read_settings
+from engine_adapter.sglang_storage.settings import make_tiers, model_weights, read_settings
 from engine_adapter.sglang_storage.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        check_version(version_of("sglang"))
+        SGLANG.check(version_of("sglang"))
         self._settings = read_settings(storage_config.extra_config, os.environ)
         self._rank = Rank.of(storage_config)
         self._model = self._settings.model or storage_config.model_name or ""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from engine_adapter.sglang_storage.forms import Rank
     from kvstore.tier import Tier
 
-TESTED = ((0, 5, 23), (0, 5, 24))
-"""SGLang releases that this is tested with: from, and below."""
 FACTORY_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size")
 OWN_KEYS = ("daemon", "model", "weights", "tenant", "kv_cache_dtype", "staging_bytes")
 STORE_KEYS = (
@@ -94,14 +92,6 @@ def _socket(given: str, known: str) -> str:
     from kvstore.daemon.settings import default_socket_path
 
     return str(default_socket_path())
-
-
-def check_version(version: str) -> None:
-    """ConfigError for an SGLang that this was not tested with."""
-    parts = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
-    if not TESTED[0] <= parts < TESTED[1]:
-        first, below = (".".join(map(str, one)) for one in TESTED)
-        raise ConfigError(f"SGLang {version}: this storage is tested with {first} up to, not including, {below}")
 
 
 def model_weights(settings: StorageSettings, model_path: str, revision: str | None) -> str:

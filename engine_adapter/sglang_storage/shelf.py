@@ -116,7 +116,7 @@ class Shelf:
     ) -> list[ResultCode]:
         if row is None or transfer is None:
             return [ResultCode.FAILED] * len(chunk)
-        results = self.below.wait_or_leave(transfer, until, partial(self._staging.give_back, row))
+        results = self.below.wait_or_leave(transfer, until, lambda _: self._staging.give_back(row))
         if results is None:
             self.below.count("pages_left_to_a_stuck_tier", len(chunk))
             return [ResultCode.CANCELLED] * len(chunk)
@@ -173,7 +173,7 @@ class Shelf:
         return codes
 
     def _end_save(self, count: int, row: ByteRow, transfer: Transfer, until: float) -> list[ResultCode]:
-        results = self.below.wait_or_leave(transfer, until, partial(self._staging.give_back, row))
+        results = self.below.wait_or_leave(transfer, until, lambda _: self._staging.give_back(row))
         if results is None:
             return [ResultCode.CANCELLED] * count
         self._give_back(row)

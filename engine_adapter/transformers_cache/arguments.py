@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from engine_adapter.transformers_cache.rows import Row
 
-_BY_COLUMN = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids")
+_BY_COLUMN = ("input_ids", "position_ids")
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # kept whole: masks read them by position
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "mm_encoder_outputs")
 _WHOLE_OUTPUT = ("labels", "output_hidden_states", "output_attentions")
 
@@ -63,9 +64,12 @@ class PassArguments:
 
 
 def read_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], past: int, rows: Sequence[Row], named_media: bool
+    args: tuple[Any, ...], kwargs: dict[str, Any], past: int, rows: Sequence[Row], named_media: bool, sees: bool
 ) -> PassArguments:
-    """Check a call and take it apart. UsageError where the cache could not be right. named_media: it knows of some."""
+    """Check a call and take it apart. UsageError where the cache could not be right.
+
+    named_media: it knows of some. sees: the model takes media at all.
+    """
     kwargs = dict(kwargs)
     if args:
         if len(args) > 1 or "input_ids" in kwargs:
@@ -85,9 +89,21 @@ def read_arguments(
         raise UsageError("input_ids: expected a Tensor[rows, tokens] of at least one token")
     if rows and len(rows) != ids.shape[0]:
         raise UsageError(f"input_ids has {ids.shape[0]} rows; this cache has {len(rows)}")
+    _check_token_types(kwargs, named_media, sees)
     pads = _pads(kwargs.get("attention_mask"), ids.shape[0], ids.shape[1], past, rows)
     _check_positions(kwargs.get("position_ids"), ids, past, pads)
     return PassArguments(kwargs, past, pads)
+
+
+def _check_token_types(kwargs: dict[str, Any], named_media: bool, sees: bool) -> None:
+    """They say where media are; without any, a model that takes them makes another KV of the same tokens."""
+    for name in _TOKEN_TYPES:
+        given = kwargs.get(name)
+        if given is not None and not (sees and (named_media or not bool(torch.as_tensor(given).any()))):
+            raise UsageError(
+                f"{name}: they would change the KV of the same token ids; expected none, or in a model that takes "
+                "media those of the media that cache(media=...) names"
+            )
 
 
 def _pads(mask: Any, batch: int, columns: int, past: int, rows: Sequence[Row]) -> list[int]:

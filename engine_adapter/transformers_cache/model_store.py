@@ -20,7 +20,7 @@ import torch
 
 from allocator import ConfigError, IntegrityError, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
-from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_model
+from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_media, refuse_model
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.paged_function import borrow, current_pass, give_back, refuse_latents
 from engine_adapter.request import other_identity
@@ -42,11 +42,11 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")
 class ModelStore:
     """Opens a store for `model`; `cache()` makes what `model.generate(..., cache=...)` takes.
 
-    model: a causal language model of transformers, in eval mode. config: memory, tiers and codec, as everywhere.
-    paged: attend over the blocks where they lie, INT4 included, instead of gathering them for the model's own
-    attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the name
-    is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory and
-    the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
+    model: a causal language model of transformers, in eval mode, or PEFT's around one. config: memory, tiers and codec,
+    as everywhere. paged: attend over the blocks where they lie, INT4 included, instead of gathering for the model's
+    own attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the
+    name is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory
+    and the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
     docs/how-to/transformers.md). adapter, tenant: see Identity.
 
     Raises ConfigError, naming the model, where reuse would be silently wrong.
@@ -64,7 +64,7 @@ class ModelStore:
         adapter: object = None,
         tenant: str | None = None,
     ) -> None:
-        self.model = model
+        self.model = model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.geometry = geometry_from_config(model.config, model.dtype, block_tokens)
         self._sources = kv_sources(model.config)
         self._backend: AttentionBackend | None = None
@@ -80,8 +80,9 @@ class ModelStore:
             tenant=tenant,
         )
         self._refuse_unnamed_adapter(self.identity)
+        self._placeholder_ids = placeholders(model.config)
         self.store = KVStore(
-            self.geometry, self.identity, config, device=str(model.device), placeholder_ids=placeholders(model.config)
+            self.geometry, self.identity, config, device=str(model.device), placeholder_ids=self._placeholder_ids
         )
         if self.store.slab is None:
             raise ConfigError("the store has no device memory: give config.device_bytes")
@@ -111,6 +112,8 @@ class ModelStore:
         media: for each prompt the media whose placeholders it holds, which the model is given in its first pass.
         """
         self._end_dropped()
+        if any(media):
+            refuse_media(self.model, masks_itself=self._backend is None)
         identity = other_identity(self.identity, adapter, tenant)
         self._refuse_unnamed_adapter(identity or self.identity)
         rows = Rows(self.store, self._paged, exact=exact, identity=identity, media=media)
@@ -165,7 +168,7 @@ class ModelStore:
         self._end_dropped()
         rows = cache.rows
         rows.settle()
-        given = read_arguments(args, kwargs, rows.columns, rows.rows, any(rows.media))
+        given = read_arguments(args, kwargs, rows.columns, rows.rows, any(rows.media), bool(self._placeholder_ids))
         if not rows.rows:
             given.cut(rows.admit(given.tokens(), given.pads, given.reusable_columns()), rows.media_to_come)
         for row, pad in zip(rows.rows, given.pads, strict=True):

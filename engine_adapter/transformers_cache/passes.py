@@ -149,9 +149,7 @@ class ForwardPass(PagedPass):
             highs.append(high)
             shifts.append(row.pad - first)
         columns = self.past_columns + self.new_columns - first
-        even = all(
-            high - low == columns and start == starts[0] for low, high, start in zip(lows, highs, starts, strict=True)
-        )
+        even = all(low == lows[0] and high - low == columns for low, high in zip(lows, highs, strict=True))
         full = None
         if even and not any((found & 1).any() for found in entries):
             full = self.cache.full_index(group, self.cache.tensor(np.stack(entries) >> 1))

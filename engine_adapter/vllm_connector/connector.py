@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from allocator import ConfigError, GroupKind, TierError
+from engine_adapter.releases import VLLM
 from engine_adapter.vllm_connector.book import Book
 from engine_adapter.vllm_connector.cores import beside_the_computing
 from engine_adapter.vllm_connector.geometry import engine_geometry, stored_dtype
@@ -32,7 +33,6 @@ from engine_adapter.vllm_connector.lookup import Answer, LookupClient, LookupSer
 from engine_adapter.vllm_connector.orders import Orders
 from engine_adapter.vllm_connector.pages import group_pages, scales_name
 from engine_adapter.vllm_connector.settings import (
-    check_version,
     make_codec,
     make_tiers,
     model_and_weights,
@@ -64,7 +64,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_version(vllm.__version__)
+        VLLM.check(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
         self._settings = read_settings(transfer.kv_connector_extra_config, os.environ)
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -202,11 +202,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _answer(self, question: Question, hashes: list[bytes]) -> Answer:
         if question.is_reset:
             try:
-                return Answer(0, False, self._shelf.reset())
+                return Answer(0, False, self._shelf.below.reset())
             except TierError as error:
-                return Answer(0, False, self._shelf.epoch, problem=str(error))
+                return Answer(0, False, self._shelf.below.epoch, problem=str(error))
         if not hashes:
-            return Answer(0, False, self._shelf.epoch, scales=self._scale_name)
+            return Answer(0, False, self._shelf.below.epoch, scales=self._scale_name)
         found = self._shelf.find(question.epoch, question.root, hashes, question.local_blocks)
         return Answer(found.blocks, found.pending, found.epoch, found.lossy_at)
 
@@ -262,7 +262,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.role is not KVConnectorRole.WORKER:
             return None
-        now = self._shelf.counters()
+        now = self._shelf.below.counters()
         fresh = {name: count - self._reported.get(name, 0) for name, count in now.items()}
         self._reported = now
         return ConnectorStats({name: count for name, count in fresh.items() if count})

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from allocator import KVGeometry
+    from engine_adapter.tiers_below import TiersBelow
     from engine_adapter.vllm_connector.forms import Forms
     from engine_adapter.vllm_connector.layout import GroupPages
     from engine_adapter.vllm_connector.orders import LoadOrder
     from engine_adapter.vllm_connector.shards import Heads, ShardResidency
-    from engine_adapter.vllm_connector.traffic import Traffic
     from kvstore.residency import HitPlan, LowerCopy
     from kvstore.tier import ByteRow, Tier, Transfer
 
@@ -60,19 +60,19 @@ class _Batch:
 
 
 class Loader:
-    """plan_of: what is to be had for an order, asked under the traffic's lock."""
+    """plan_of: what is to be had for an order, asked under the tiers' lock."""
 
     def __init__(
         self,
         geometry: KVGeometry,
-        traffic: Traffic,
+        below: TiersBelow,
         residency: ShardResidency,
         forms: Forms,
         plan_of: Callable[[LoadOrder], HitPlan],
         deadline_seconds: float,
     ) -> None:
         self._geometry = geometry
-        self._traffic = traffic
+        self._below = below
         self._residency = residency
         self._forms = forms
         self._plan_of = plan_of
@@ -86,7 +86,7 @@ class Loader:
         self._executor.submit(partial(self._load, order, groups, set(), time.monotonic()))
 
     def take_finished(self) -> list[LoadResult]:
-        with self._traffic.lock:
+        with self._below.lock:
             finished, self._results = self._results, []
             return finished
 
@@ -110,9 +110,9 @@ class Loader:
                     return
         failed = sorted({position for _, position in missing})
         tokens = (len(order.hashes) - order.start) * self._geometry.block_tokens
-        with self._traffic.lock:
-            self._traffic.count("loads_failed" if failed else "loads")
-            self._traffic.count("loaded_tokens", 0 if failed else tokens)
+        with self._below.lock:
+            self._below.count("loads_failed" if failed else "loads")
+            self._below.count("loaded_tokens", 0 if failed else tokens)
             self._results.append(LoadResult(order.request_id, tokens, failed))
 
     def _load_blocks(
@@ -121,7 +121,7 @@ class Loader:
         """Bring (group, position) of the hit to their pages, noted in `loaded`; those that could not be brought."""
         missing: set[Place] = set()
         for _ in range(_ROUNDS):
-            with self._traffic.lock:
+            with self._below.lock:
                 plan = self._plan_of(order)
             missing = {
                 (group, position)
@@ -133,7 +133,9 @@ class Loader:
                 (group, position, copy)
                 for group, one in enumerate(plan.groups)
                 for position, copy in sorted(one.copies.items())
-                if (group, position) in missing and not (copy.lossy and order.must_be_exact(position))
+                if (group, position) in missing
+                and not (copy.lossy and order.must_be_exact(position))
+                and not self._below.is_stuck(copy.tier)
             ]
             for batch, positioned in self._batches(copies):
                 loaded |= self._load_batch(order, groups[batch.group], batch, positioned, until)
@@ -162,7 +164,10 @@ class Loader:
     def _load_batch(
         self, order: LoadOrder, pages: GroupPages, batch: _Batch, copies: Sequence[Positioned], until: float
     ) -> set[tuple[int, int]]:
-        """Chunk by chunk, the next one read while the last one is put in place."""
+        """Chunk by chunk, the next one read while the last one is put in place.
+
+        A tier that has not ended a chunk by `until` keeps that buffer, and nothing of it reaches vLLM's pages.
+        """
         loaded: set[tuple[int, int]] = set()
         chunks = [copies[at : at + _CHUNK_BLOCKS] for at in range(0, len(copies), _CHUNK_BLOCKS)]
         under_way: list[tuple[Transfer, Sequence[Positioned], ByteRow]] = []
@@ -170,15 +175,20 @@ class Loader:
             if index < len(chunks):
                 row = self._row(index % 2, _CHUNK_BLOCKS * sum(self._part_bytes(batch)))
                 items = _gets(chunks[index], row, self._part_bytes(batch))
-                under_way.append((self._traffic.get(batch.tier, items), chunks[index], row))
+                transfer = self._below.begin(partial(batch.tier.submit_get, items))
+                under_way.append((transfer, chunks[index], row))
             if index:
                 transfer, chunk, row = under_way.pop(0)
-                results = self._traffic.wait(transfer, until)
+                results = self._below.wait_or_leave(transfer, until, lambda _: None)
+                if results is None:
+                    self._below.count("blocks_left_to_a_stuck_tier", len(chunk))
+                    self._rows = {key: one for key, one in self._rows.items() if one is not row}
+                    continue
                 count = len(chunk)
                 good = [at for at in range(count) if all(one is ResultCode.OK for one in results[at::count])]
                 self._place(order, pages, batch, row, [chunk[at][0] for at in range(count)], good)
                 loaded |= {(batch.group, chunk[at][0]) for at in good}
-                self._traffic.count(f"loaded_blocks_{batch.tier.name}", len(good))
+                self._below.count(f"loaded_blocks_{batch.tier.name}", len(good))
         return loaded
 
     def _place(

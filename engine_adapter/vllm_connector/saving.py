@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ from kvstore.executor import ThreadExecutor
 from kvstore.staging import Staging
 
 if TYPE_CHECKING:
+    from engine_adapter.tiers_below import TiersBelow
     from engine_adapter.vllm_connector.forms import Forms
     from engine_adapter.vllm_connector.layout import GroupPages
     from engine_adapter.vllm_connector.orders import SaveOrder, Tables
     from engine_adapter.vllm_connector.shards import ShardResidency
-    from engine_adapter.vllm_connector.traffic import Traffic
     from kvstore.tier import ByteRow, CopyKey, ResultCode, Tier
 
+_LOG = logging.getLogger(__name__)
 _CHUNK_BLOCKS = 32
 
 
@@ -52,8 +54,8 @@ class _Chunk:
 class Saver:
     """staging_bytes: most that waits to be written, half of it for one slow tier."""
 
-    def __init__(self, traffic: Traffic, residency: ShardResidency, forms: Forms, staging_bytes: int) -> None:
-        self._traffic = traffic
+    def __init__(self, below: TiersBelow, residency: ShardResidency, forms: Forms, staging_bytes: int) -> None:
+        self._below = below
         self._residency = residency
         self._forms = forms
         self.staging = Staging(staging_bytes)
@@ -64,7 +66,7 @@ class Saver:
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way to a tier."""
-        with self._traffic.lock:
+        with self._below.lock:
             return not self._chunk_count
 
     def save(self, orders: Sequence[SaveOrder], groups: Sequence[GroupPages]) -> None:
@@ -86,8 +88,8 @@ class Saver:
         found: dict[CopyKey, _Save] = {}
         for order in orders:
             raw_keys, keys = self._keys(order, group)
-            with self._traffic.lock:
-                flags = [tier.contains(keys) for tier in self._traffic.tiers]
+            with self._below.lock:
+                flags = [tier.contains(keys) for tier in self._below.tiers]
             parents = [order.parent, *order.hashes]
             for index, key in enumerate(keys):
                 position = order.start + index
@@ -109,40 +111,42 @@ class Saver:
     def _save_chunk(self, group: int, pages: GroupPages, saves: Sequence[_Save], cold: bool) -> None:
         chunk = _Chunk()
         payload_bytes = self._forms.payload_bytes(group, COLD, self._forms.own[group])
-        with self._traffic.lock:
+        with self._below.lock:
             row = self.staging.take(_CHUNK_BLOCKS * pages.block_bytes)
             encoded = self.staging.take(_CHUNK_BLOCKS * payload_bytes) if cold and row is not None else None
             if row is None or (cold and encoded is None):
                 if row is not None:
                     self.staging.give_back(row)
-                self._traffic.count("saves_dropped_staging", len(saves))
+                self._below.count("saves_dropped_staging", len(saves))
                 return
             chunk.rows = [row] if encoded is None else [row, encoded]
             self._chunk_count += 1
-        pages.gather([(one.tables, one.position) for one in saves], row)
+        try:
+            pages.gather([(one.tables, one.position) for one in saves], row)
+        except Exception:  # the engine goes on without these copies
+            _LOG.exception("kvstore: blocks of vLLM could not be copied")
+            return self._fail(chunk, saves)
         if encoded is None or self._encoder is None:
             self._put(chunk, [self._item(one.key, one, row, index) for index, one in enumerate(saves)])
         else:
             self._encoder.submit(partial(self._encode, group, chunk, saves))
-        self._traffic.drain()
+        self._below.drain()
 
     def _encode(self, group: int, chunk: _Chunk, saves: Sequence[_Save]) -> None:
         row, encoded = chunk.rows
         size = encoded.nbytes // _CHUNK_BLOCKS
         try:
             accepted = self._forms.encode(group, row, len(saves), encoded[: len(saves) * size])
-        except Exception:  # counted: its blocks are no copies; the executor logs what it was
-            with self._traffic.lock:
-                self._traffic.count("saves_failed", len(saves))
-                self._end(chunk)
+        except Exception:  # its blocks are no copies; the executor logs what it was
+            self._fail(chunk, saves)
             raise
         items = [
             self._item(one.key, one, encoded, index) if accepted[index] else self._item(one.raw_key, one, row, index)
             for index, one in enumerate(saves)
         ]
-        self._traffic.count("blocks_too_lossy", accepted.count(False))
+        self._below.count("blocks_too_lossy", accepted.count(False))
         if all(accepted):
-            with self._traffic.lock:
+            with self._below.lock:
                 self.staging.give_back(chunk.rows.pop(0))
         self._put(chunk, items)
 
@@ -151,22 +155,28 @@ class Saver:
         return key, [row[index * size : (index + 1) * size]], save.parent
 
     def _put(self, chunk: _Chunk, items: Sequence[tuple[CopyKey, list[ByteRow], bytes | None]]) -> None:
-        with self._traffic.lock:
-            for tier in self._traffic.tiers:
+        with self._below.lock:
+            for tier in self._below.tiers:
                 waiting = self._under_way_bytes[tier.name]
                 size = chunk.size_bytes
                 if not tier.private_memory and waiting and waiting + size > self.staging.limit_bytes // 2:
-                    self._traffic.count(f"saves_dropped_{tier.name}", len(items))
+                    self._below.count(f"saves_dropped_{tier.name}", len(items))
                     continue
                 chunk.readers += 1
                 self._under_way_bytes[tier.name] += size
-                self._traffic.put(tier, items, partial(self._end_put, tier, chunk, size))
-            self._traffic.count("saved_blocks", len(items))
+                self._below.begin(partial(tier.submit_put, items), partial(self._end_put, tier, chunk, size))
+            self._below.count("saved_blocks", len(items))
             self._end(chunk)
 
     def _end_put(self, tier: Tier, chunk: _Chunk, size: int, results: Sequence[ResultCode]) -> None:
         self._under_way_bytes[tier.name] -= size
         self._end(chunk)
+
+    def _fail(self, chunk: _Chunk, saves: Sequence[_Save]) -> None:
+        """Counted, and its buffers are free again."""
+        with self._below.lock:
+            self._below.count("saves_failed", len(saves))
+            self._end(chunk)
 
     def _end(self, chunk: _Chunk) -> None:
         chunk.readers -= 1

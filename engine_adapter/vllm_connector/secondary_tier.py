@@ -28,8 +28,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from allocator import ConfigError, KVGeometry
-from engine_adapter.vllm_connector.settings import check_version, make_tiers, read_settings
-from engine_adapter.vllm_connector.traffic import Traffic
+from engine_adapter.releases import VLLM
+from engine_adapter.tiers_below import TiersBelow
+from engine_adapter.vllm_connector.settings import make_tiers, read_settings
 from kvstore import Identity
 from kvstore.tier import CopyKey, ResultCode
 
@@ -58,7 +59,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        check_version(vllm.__version__)
+        VLLM.check(vllm.__version__)
         chosen = read_settings(settings, os.environ)
         if chosen.store.codec != "raw":
             raise ConfigError(
@@ -75,7 +76,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         as_bytes = KVGeometry.latent(
             layers=1, latent_dim=chunk_bytes - 1, rope_dim=1, dtype="float8_e4m3fn", block_tokens=1
         )
-        self._traffic = Traffic(make_tiers(chosen, as_bytes))
+        self._below = TiersBelow(make_tiers(chosen, as_bytes))
         self._deadline_seconds = chosen.store.fetch_deadline_seconds
         self._asked: dict[OffloadKey, float] = {}
         self._open: dict[int, int] = {}  # transfers of a job that have not ended
@@ -90,11 +91,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         name = self._name(key)
         if name is None:
             return LookupResult.MISS
-        with self._traffic.lock:
+        with self._below.lock:
             if self._tier_with(name) is not None:
                 self._asked.pop(key, None)
                 return LookupResult.HIT
-            is_asked = any(tier.pending_count([name]) for tier in self._traffic.tiers)
+            is_asked = any(tier.pending_count([name]) for tier in self._below.tiers)
         since = self._asked.setdefault(key, time.monotonic()) if is_asked else 0.0
         if is_asked and time.monotonic() - since < self._deadline_seconds and len(self._asked) < _ASKED_MOST:
             return LookupResult.RETRY
@@ -107,12 +108,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _name(self, key: OffloadKey) -> CopyKey | None:
         block_hash = get_offload_block_hash(key)
         if len(block_hash) != _HASH_BYTES:
-            self._traffic.count("hash_of_another_kind")
+            self._below.count("hash_of_another_kind")
             return None
         return CopyKey(self._root, get_offload_group_idx(key), block_hash, "raw", True, (0, 1), (0, 1))
 
     def _tier_with(self, name: CopyKey) -> Tier | None:
-        return next((tier for tier in self._traffic.tiers if tier.contains([name])[0]), None)
+        return next((tier for tier in self._below.tiers if tier.contains([name])[0]), None)
 
     # jobs ------------------------------------------------------------------------------------------------------------
 
@@ -120,36 +121,36 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Into every tier. A chunk is good when one of them has it."""
         named = self._begin(job_metadata)
         items = [(name, [self._chunks[chunk]]) for _, name, chunk in named]
-        with self._traffic.lock:
-            for tier in self._traffic.tiers if items else ():
+        with self._below.lock:
+            for tier in self._below.tiers if items else ():
                 self._open[job_metadata.job_id] += 1
                 keys = [key for key, *_ in named]
-                self._traffic.put(tier, items, partial(self._end, job_metadata.job_id, keys))
+                self._below.begin(partial(tier.submit_put, items), partial(self._end, job_metadata.job_id, keys))
             self._end(job_metadata.job_id, [], [])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Each chunk out of the first tier that has it."""
         named = self._begin(job_metadata)
-        with self._traffic.lock:
+        with self._below.lock:
             places = [(self._tier_with(name), key, name, chunk) for key, name, chunk in named]
-            for tier in self._traffic.tiers:
+            for tier in self._below.tiers:
                 mine = [one for one in places if one[0] is tier]
                 if mine:
                     self._open[job_metadata.job_id] += 1
                     items = [(name, self._chunks[chunk]) for *_, name, chunk in mine]
                     keys = [one[1] for one in mine]
-                    self._traffic.get(tier, items, partial(self._end, job_metadata.job_id, keys))
+                    self._below.begin(partial(tier.submit_get, items), partial(self._end, job_metadata.job_id, keys))
             self._end(job_metadata.job_id, [], [])
 
     def _begin(self, job: TransferJob) -> list[tuple[OffloadKey, CopyKey, int]]:
         """The job's chunks that have a name: key, name, place in vLLM's host memory."""
-        with self._traffic.lock:
+        with self._below.lock:
             self._open[job.job_id], self._good[job.job_id], self._wanted[job.job_id] = 1, [], len(job.keys)
         named = ((key, self._name(key), int(chunk)) for key, chunk in zip(job.keys, job.chunk_ids, strict=True))
         return [(key, name, chunk) for key, name, chunk in named if name is not None]
 
     def _end(self, job_id: int, keys: Sequence[OffloadKey], results: Sequence[ResultCode]) -> None:
-        """One transfer of the job has ended; under the traffic's lock."""
+        """One transfer of the job has ended; under the tiers' lock."""
         good = self._good[job_id]
         good += [key for key, result in zip(keys, results, strict=True) if result is ResultCode.OK]
         self._open[job_id] -= 1
@@ -159,8 +160,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._finished.append(JobResult(job_id, len(found) == self._wanted.pop(job_id), found))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._traffic.drain()
-        with self._traffic.lock:
+        self._below.drain()
+        with self._below.lock:
             finished, self._finished = self._finished, []
         return finished
 
@@ -169,12 +170,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         while self._open:
-            self._traffic.drain()
+            self._below.drain()
             time.sleep(0.001)
 
     def shutdown(self) -> None:
-        for tier in self._traffic.tiers:
-            tier.close()
+        self._below.close()
 
 
 def _identity(spec: OffloadingSpec, model: str, weights: str, tenant: str | None) -> Identity:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvstore.tier import Tier
     from quant import BlockCodec
 
-TESTED = ((0, 32), (0, 33))
-"""vLLM releases that this is tested with: from, and below."""
 OWN_KEYS = ("daemon", "model", "weights", "tenant", "block_tokens", "staging_bytes")
 
 
@@ -77,14 +75,6 @@ def read_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Conne
             "other: the daemon has tiers of its own"
         )
     return settings
-
-
-def check_version(version: str) -> None:
-    """ConfigError for a vLLM that this was not tested with."""
-    parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if not TESTED[0] <= parts < TESTED[1]:
-        first, below = (".".join(map(str, one)) for one in TESTED)
-        raise ConfigError(f"vLLM {version}: this connector is tested with {first} up to, not including, {below}")
 
 
 def model_and_weights(settings: ConnectorSettings, model: str, revision: str | None) -> tuple[str, str]:

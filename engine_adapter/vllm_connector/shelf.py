@@ -1,7 +1,7 @@
 """The tiers as the worker's side uses them: what is there, which epoch it is, and the two that move blocks.
 
-Three threads come here: vLLM's worker (`save`, `load`, `take_finished`), the lookup server (`find`, `reset`) and those
-that move bytes. Tiers are asked through kvstore's Residency, whose device is vLLM's: a prefix of known length.
+Three threads come here: vLLM's worker (`save`, `load`, `take_finished`), the lookup server (`find`) and those that
+move bytes. Tiers are asked through kvstore's Residency, whose device is vLLM's: a prefix of known length.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from allocator import TierError
+from engine_adapter.tiers_below import TiersBelow
 from engine_adapter.vllm_connector.book import Found
 from engine_adapter.vllm_connector.forms import Forms
 from engine_adapter.vllm_connector.loading import Loader, LoadResult
 from engine_adapter.vllm_connector.saving import Saver
 from engine_adapter.vllm_connector.shards import EngineBlocks, ShardResidency, shard_of
-from engine_adapter.vllm_connector.traffic import Traffic
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
@@ -43,43 +42,36 @@ class Shelf:
         *,
         codec: BlockCodec | None = None,
         rank: tuple[int, int] = (0, 1),
-        epoch: int = 0,
         staging_bytes: int = 256 << 20,
         deadline_seconds: float = 1.0,
     ) -> None:
         shards = [shard_of(group.kv_heads, *rank) for group in geometry.groups]
-        self._tiers = tuple(tiers)
-        self._traffic = Traffic(tiers)
+        self.below = TiersBelow(tiers)
         forms = Forms(geometry, codec, [one.heads for one in shards])
         self._reads_lossy = codec is not None
         self._engine = EngineBlocks()
-        self._residency = ShardResidency(geometry, self._engine, self._tiers, forms.cold, shards)
+        self._residency = ShardResidency(geometry, self._engine, self.below.tiers, forms.cold, shards)
         self._groups: tuple[GroupPages, ...] = ()
-        self._saver = Saver(self._traffic, self._residency, forms, staging_bytes)
-        self._loader = Loader(geometry, self._traffic, self._residency, forms, self._plan_of, deadline_seconds)
-        self.epoch = self._agreed_epoch(epoch)
+        self._saver = Saver(self.below, self._residency, forms, staging_bytes)
+        self._loader = Loader(geometry, self.below, self._residency, forms, self._plan_of, deadline_seconds)
 
     def attach(self, groups: Sequence[GroupPages]) -> None:
         """vLLM's memory is there: one GroupPages per cache group of the geometry."""
         self._groups = tuple(groups)
         self._residency.blocks_per_page = groups[0].blocks_per_page
 
-    def counters(self) -> dict[str, int]:
-        """Counts since start; those of a tier begin with its name."""
-        return self._traffic.counters()
-
     # lookups ---------------------------------------------------------------------------------------------------------
 
     def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
         """The leading blocks that can be had, vLLM's own `local_blocks` among them."""
-        with self._traffic.lock:
-            fresh = self._keep_up()
-            if epoch != self.epoch:
-                return Found(0, False, self.epoch)
-            if not fresh:
-                return Found(0, True, self.epoch)
+        with self.below.lock:
+            now = self.below.fresh_epoch(0.0)
+            if epoch != self.below.epoch:
+                return Found(0, False, self.below.epoch)
+            if now is None:
+                return Found(0, True, epoch)
             plan = self._plan(root, hashes, local_blocks, not self._reads_lossy)
-            return Found(plan.blocks, plan.pending and plan.blocks < len(hashes), self.epoch, plan.lossy_at)
+            return Found(plan.blocks, plan.pending and plan.blocks < len(hashes), epoch, plan.lossy_at)
 
     def _plan(self, root: bytes, hashes: Sequence[bytes], local_blocks: int, exact: bool) -> HitPlan:
         self._engine.hashes = frozenset(hashes[:local_blocks])
@@ -87,48 +79,6 @@ class Shelf:
 
     def _plan_of(self, order: LoadOrder) -> HitPlan:
         return self._plan(order.root, order.hashes, order.start, order.lossy_at is None)
-
-    # epochs ----------------------------------------------------------------------------------------------------------
-
-    def _agreed_epoch(self, epoch: int) -> int:
-        for tier in self._tiers:
-            try:
-                epoch = max(epoch, tier.read_epoch())
-            except TierError:
-                continue
-        return epoch
-
-    def _keep_up(self) -> bool:
-        """Follow where another process has reset. False while a shared tier cannot say."""
-        fresh = True
-        for tier in self._tiers:
-            seen = tier.seen_epoch()
-            if seen is None:
-                fresh = False
-            elif seen > self.epoch:
-                self.epoch = seen
-                for one in self._tiers:
-                    one.follow_epoch(seen)
-        return fresh
-
-    def reset(self) -> int:
-        """A new epoch in every tier, and nothing of the old one in it; which. TierError where one was not reached."""
-        with self._traffic.lock:
-            epoch = self.epoch + 1
-            problems = []
-            for work in ("raise", "clear"):
-                for tier in self._tiers:
-                    try:
-                        if work == "raise":
-                            epoch = max(epoch, tier.raise_epoch(epoch))
-                        else:
-                            tier.clear()
-                    except TierError as error:
-                        problems.append(f"{tier.name}: {error}")
-            self.epoch = epoch
-            if problems:
-                raise TierError("reset did not reach every tier: " + "; ".join(problems))
-            return epoch
 
     # movement --------------------------------------------------------------------------------------------------------
 
@@ -152,9 +102,8 @@ class Shelf:
         """What is on its way is written, for a bounded time; then the tiers close."""
         until = time.monotonic() + _CLOSE_SECONDS
         while not self.is_idle and time.monotonic() < until:
-            self._traffic.drain()
+            self.below.drain()
             time.sleep(0.005)
         self._saver.close()
         self._loader.close()
-        for tier in self._tiers:
-            tier.close()
+        self.below.close()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
 
+from kvstore.disk_tier.index_check import find_damage
 from kvstore.disk_tier.layout import FORMAT_VERSION, INDEX_NAME, VALUE_BYTES
 
 _GENERATION = struct.Struct(">Q")
@@ -27,6 +28,7 @@ _TICK = struct.Struct("<Q")
 _TABLES = (b"copies", b"values", b"recency", b"meta")
 _META_PAGES = 2
 _READERS = 126
+_TRIES = 100
 _COMMIT_BYTES = 256 << 10  # what LMDB writes in one call, at most
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
@@ -91,7 +93,7 @@ class DiskCatalog:
     def _open(self) -> None:
         try:
             self._env = lmdb.open(str(self._path), **self._settings)
-            self._check_length()
+            self._check_whole()
             self.stale_readers = self._env.reader_check()
             self._tables = {}
             create = not self._settings["readonly"]
@@ -106,12 +108,22 @@ class DiskCatalog:
         except lmdb.Error as error:
             raise _translated(error) from error
 
-    def _check_length(self) -> None:
-        """A file that was cut off: pages beyond its end would end the process (SIGBUS)."""
-        stored, needed = os.path.getsize(self._path), (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if stored < needed:
+    def _check_whole(self) -> None:
+        """Before a page is looked at through the map: damage there could end the process (SIGBUS)."""
+        try:
+            damage = self._damage_as_read() if self._settings["readonly"] else find_damage(self._path)
+        except OSError as error:
+            damage = str(error)
+        if damage is not None:
             self._env.close()
-            raise CatalogError("truncated", f"{self._path}: {stored} bytes; expected at least {needed}")
+            raise CatalogError("damaged", f"{self._path}: {damage}")
+
+    def _damage_as_read(self) -> str | None:
+        """Somebody may write meanwhile: pages that a read transaction can see stay as they are while it lasts."""
+        for _ in range(_TRIES):
+            with self._env.begin() as txn, suppress(LookupError):
+                return find_damage(self._path, txn.id())
+        return "it changes too quickly to be read"
 
     def reopen(self) -> None:
         """After an error that leaves LMDB's environment unusable."""

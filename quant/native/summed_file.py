@@ -2,8 +2,8 @@
 
 What the disk tier does with a frame. The head holds sums, which are filled in here: `sums` cuts the rows, one behind
 the other, into parts and says where in the head XXH3-128 of each goes; the head's last 16 bytes are that of the head
-before them. A write leaves no head until all rows are there. In C where the extension is there, see
-quant.native.checksum; elsewhere piece by piece.
+before them. A write of more than 1 MiB or so goes in pieces and leaves no head until all rows are there; a smaller one
+is one call of the system. In C where the extension is there, see quant.native.checksum; elsewhere in smaller pieces.
 
 No torch, no numpy. Any thread; Python's lock is released meanwhile. OSError comes from the file.
 """

@@ -23,8 +23,8 @@ WINDOW = 20
 _draw = random.Random(11)
 
 
-def random_ids(count: int) -> list[int]:
-    return [_draw.randrange(1, 97) for _ in range(count)]
+def random_ids(count: int, below: int = 97) -> list[int]:
+    return [_draw.randrange(1, below) for _ in range(count)]
 
 
 PROMPT = torch.tensor([random_ids(42)])

@@ -128,10 +128,10 @@ class Kit:
         """No sequence lives, nothing is in flight, and every slot can be had again."""
         assert not self.loop.busy
         assert self.store.sequence_ids() == []
-        for _ in range(1000):
+        for _ in range(6000):
             for _ in range(40):  # a late completion comes some polls later, and queued copies follow it
                 self.store.step()
-            if not self.store.wait(0.01):
+            if not self.store.wait(0.01) and not self.store._upkeep.mover.is_moving:
                 break
         self.store.check_invariants()
         assert self.available() == self.available_at_start, "blocks leak"

@@ -19,6 +19,7 @@ from tests.engine_adapter.generate_kit import (
     FAMILIES,
     NEW_TOKENS,
     PROMPT,
+    SLIDING,
     generate,
     opened,
     random_ids,
@@ -181,6 +182,18 @@ def test_a_batch_reuses_what_its_rows_have_in_common() -> None:
         cache = kv.cache()
         assert generate(model, BATCH, cache) == generate(model, BATCH)
         assert cache.reused_tokens == 32 + (32 - 7) + (32 - 23)
+
+
+@pytest.mark.parametrize("width", [30, 40])
+@pytest.mark.parametrize("family", SLIDING)
+def test_rows_whose_windows_are_full_but_begin_at_other_tokens(family: str, width: int) -> None:
+    """Little padding: every row's window is full, and lies in the same blocks or nearly."""
+    model = tiny_model(family)
+    ids = torch.tensor([[0] * pad + random_ids(width - pad) for pad in (5, 0, 3)])
+    expected = generate(model, ids)
+    with opened(model) as kv:
+        for _ in range(2):
+            assert generate(model, ids, kv.cache()) == expected
 
 
 def test_without_reuse_where_the_caller_wants_every_row_of_output() -> None:

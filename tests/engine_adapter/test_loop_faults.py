@@ -15,11 +15,14 @@ SEEDS = range(24)
 
 def test_faults_below_never_reach_the_output(make_kit: KitMaker) -> None:
     injected: Counter[str] = Counter()
-    for seed in SEEDS:
+    expected = {"lost", "torn", "flipped", "partial", "vanished", "late", "duplicated"}
+    for seed in range(4 * len(SEEDS)):
+        if seed >= len(SEEDS) and expected <= injected.keys():  # reads are few, and with a thread they vary
+            break
         (tier,) = run_random_mix(make_kit, seed, faults=Faults.everywhere(0.25)).store.tiers
         assert isinstance(tier, FaultyTier)
         injected.update(tier.injected)
-    assert {"lost", "torn", "flipped", "partial", "vanished", "late", "duplicated"} <= set(injected), injected
+    assert expected <= injected.keys(), injected
 
 
 @pytest.mark.parametrize(

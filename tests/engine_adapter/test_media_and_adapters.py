@@ -21,7 +21,7 @@ from tests.engine_adapter.paged_kit import reference_tokens, tiny_config, tiny_m
 
 IMAGE_TOKEN = 96
 IMAGE_TOKENS = 16
-BEFORE, AFTER, OTHER = random_ids(21), random_ids(26), random_ids(9)
+BEFORE, AFTER, OTHER = (random_ids(count, IMAGE_TOKEN) for count in (21, 26, 9))
 PROMPT = [*BEFORE, *[IMAGE_TOKEN] * IMAGE_TOKENS, *AFTER]
 QUESTIONS = {"one": PROMPT, "two": [*PROMPT[:-9], *OTHER], "near": [*PROMPT[:40], *OTHER]}
 NEW_TOKENS = 8

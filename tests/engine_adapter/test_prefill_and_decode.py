@@ -1,17 +1,22 @@
-"""The example of prefill here, decode there: two real processes, blocks handed over while the prompt is computed."""
+"""The examples of reuse between processes: prefill here, decode there, block by block; and `generate` over a disk."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import examples.prefill_here_decode_there as example
+from engine_adapter import load_model
 from examples.prefill_here_decode_there import open_loop, prefill  # noqa: F401 - the other process too
+from tests.engine_adapter.demo_kit import save_tiny_model
 from tests.engine_adapter.paged_kit import reference_tokens, tiny_model
+from tests.kvstore.daemon.kit import ServeProcess
 from tests.servers import shared_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,10 +48,22 @@ def loaded() -> SimpleNamespace:
     return SimpleNamespace(model=tiny_model("gemma3"), name="tiny", weights="0" * 64)
 
 
-def test_blocks_are_handed_over_while_the_prompt_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["redis", "daemon"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """What both processes reach."""
+    if request.param == "redis":
+        yield f"{shared_server().unix_url}?namespace=hand-over"
+        return
+    daemon = ServeProcess(tmp_path / "socket", "--host-bytes", "64MiB")
+    yield str(tmp_path / "socket")
+    daemon.stop()
+
+
+def test_blocks_are_handed_over_while_the_prompt_is_computed(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(example, "PATIENCE_SECONDS", 150.0)
     mark, seen = tmp_path / "mark", []
-    tier = f"{shared_server().unix_url}?namespace=hand-over"
     process = subprocess.Popen(
         [sys.executable, "-c", _PREFILL, tier, str(mark)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -78,3 +95,44 @@ def test_what_nobody_sends_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> 
         answer = example.decode(loop, PROMPT, 8)
     assert answer.computed_prefill_tokens == 150
     assert list(answer.token_ids) == reference_tokens(tiny_model("gemma3"), PROMPT, 8)
+
+
+def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """An example as a user starts it; its exit code."""
+    path = str(ROOT / "examples" / name)
+    monkeypatch.setattr(sys, "argv", [path, *arguments])
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_the_example_in_its_two_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    daemon = ServeProcess(tmp_path / "socket", "--host-bytes", "64MiB")
+    words = (str(tmp_path / "socket"), "--model", str(folder), "--role")
+    for role in ("prefill", "decode"):
+        assert run("prefill_here_decode_there.py", *words, role, monkeypatch=monkeypatch) == 0
+    daemon.stop()
+    known = load_model(folder, "float32")
+    ids = known.tokenizer("The ferry left at six because the tide would not wait. " * 60 + "It left at").input_ids
+    first, *steps, last = capsys.readouterr().out.splitlines()
+    assert first == f"prefill: {len(ids)} tokens computed"
+    assert steps[-1] == f"decode: {(len(ids) - 1) // 16 * 16} of {len(ids)} tokens are here"
+    answer = known.tokenizer.decode(reference_tokens(known.model, ids, 8))
+    assert last == f"decode: {(len(ids) - 1) % 16 + 1} computed, {answer!r}"
+
+
+def test_the_example_of_generate_reuses_in_the_call_and_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    for first in (" 0 reused {}", "{'disk': "):
+        words = ("--model", str(folder), "--disk", str(tmp_path / "disk"))
+        assert run("reuse_in_generate.py", *words, monkeypatch=monkeypatch) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert first in lines[0]
+        assert ["{'device': " in line for line in lines[1:]] == [True, True]

@@ -96,7 +96,7 @@ class Rank:
         self.shelf.save([SaveOrder(self.root, self.hashes[start:], start, parent, [SAVED], **given)])
         until = time.monotonic() + 30
         while not self.shelf.is_idle and time.monotonic() < until:
-            self.shelf._traffic.drain()
+            self.shelf.below.drain()
             time.sleep(0.001)
         assert self.shelf.is_idle
 
@@ -116,7 +116,7 @@ class Rank:
 
     def stored(self, form: int, exact: bool = True) -> list[bool]:
         key = self.shelf._residency.copy_key(self.root, 0, self.hashes[0], form, exact)
-        return self.shelf._tiers[0].contains(key.with_hashes(self.hashes))
+        return self.shelf.below.tiers[0].contains(key.with_hashes(self.hashes))
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def test_a_block_that_the_codec_cannot_carry_stays_raw(tmp_path: Path) -> None:
         one.save()
         assert one.stored(COLD) == [False, True, False, *[True] * 5]
         assert one.stored(FULL) == [True, False, True, *[False] * 5]
-        assert one.shelf.counters()["blocks_too_lossy"] == 1
+        assert one.shelf.below.counters()["blocks_too_lossy"] == 1
         assert one.load(lossy_at=1) == []
         assert np.array_equal(one.values()[..., 32:48, :], one.values(SAVED)[..., 32:48, :])
 
@@ -183,10 +183,25 @@ def test_an_encoder_that_fails_is_counted_and_holds_no_buffer(tmp_path: Path, mo
         monkeypatch.setattr(Forms, "encode", lambda *_: 1 // 0)
         one.save()
         assert one.stored(COLD) == [False] * BLOCKS
-        assert one.shelf.counters()["saves_failed"] == BLOCKS - 1, "the first block is stored as it is"
+        assert one.shelf.below.counters()["saves_failed"] == BLOCKS - 1, "the first block is stored as it is"
         monkeypatch.undo()
         one.save()
         assert one.stored(COLD) == [False] + [True] * (BLOCKS - 1)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+def test_pages_that_cannot_be_copied_are_counted_and_hold_no_buffer(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranked(gqa(2), tmp_path, codec=codec) as one:
+        monkeypatch.setattr(GroupPages, "gather", lambda *_: 1 // 0)
+        one.save()
+        assert one.found() == (0, None)
+        assert one.shelf.below.counters()["saves_failed"] == BLOCKS
+        assert one.shelf._saver.staging.used_bytes == 0
+        monkeypatch.undo()
+        one.save()
+        assert one.found()[0] == BLOCKS
 
 
 def test_what_was_computed_after_lossy_blocks_has_another_name(tmp_path: Path) -> None:
@@ -284,6 +299,6 @@ def test_a_range_with_a_part_missing_is_no_hit(tmp_path: Path) -> None:
     with ranked(kv, tmp_path, (1, 2)) as second:
         second.save()
         key = second.shelf._residency.copy_key(second.root, 0, second.hashes[5], FULL, True)
-        assert second.shelf._tiers[0].delete([key]) == 1
+        assert second.shelf.below.tiers[0].delete([key]) == 1
     with ranked(kv, tmp_path) as whole:
         assert whole.found() == (5, None)

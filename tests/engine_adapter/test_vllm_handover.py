@@ -57,7 +57,7 @@ def test_blocks_are_loaded_while_the_others_are_not_computed_yet(worker: Worker)
     until(lambda: bool(finished.extend(worker.shelf.take_finished()) or finished))
     assert finished[0].failed == []  # type: ignore[attr-defined]
     assert is_in_place(worker, 5)
-    assert worker.shelf.counters()["loads"] == 1
+    assert worker.shelf.below.counters()["loads"] == 1
 
 
 def test_one_that_waits_holds_up_no_other(worker: Worker) -> None:
@@ -76,7 +76,7 @@ def test_when_nothing_more_comes_the_rest_is_computed(worker: Worker) -> None:
     finished: list[object] = []
     until(lambda: bool(finished.extend(worker.shelf.take_finished()) or finished))
     assert finished[0].failed == [3, 4, 5]  # type: ignore[attr-defined]
-    assert worker.shelf.counters()["loads_failed"] == 1
+    assert worker.shelf.below.counters()["loads_failed"] == 1
 
 
 def test_a_shelf_that_closes_waits_for_nothing() -> None:

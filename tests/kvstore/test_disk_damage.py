@@ -140,3 +140,94 @@ def test_records_that_claim_too_much_cost_no_memory(tmp_path: Path) -> None:
     assert stored(tier, [1, 2, 3, 50, 51, 52]) == [1, 2, 3]
     assert tier.file_bytes <= 4 * MIB
     tier.close()
+
+
+HARM = """
+    import os, random, signal, sys
+    from pathlib import Path
+    from allocator.errors import TierError
+    from kvstore.disk_tier.reader import DiskReader
+    from kvstore.disk_tier.tier import DiskTier
+    from kvstore.testing.transfer_contract import key_of
+    from tests.kvstore.disk_kit import CORRUPT, INLINE, MISS, OK, get, put
+
+    directory, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    index = directory / "index.lmdb"
+    whole = index.read_bytes()
+    pages = len(whole) // 4096
+    trees = [page for page in range(pages) if page < 2 or whole[4096 * page + 10] in (1, 2)]
+
+    def harmed(draw):
+        bytes_, at = bytearray(whole), 4096 * draw.choice(trees)
+        kind = draw.randrange(5)
+        if kind == 0:  # one field somewhere
+            at += draw.randrange(4096)
+            bytes_[at : at + 2] = draw.randbytes(2)
+        elif kind == 1:  # in a page's head, offsets or nodes
+            at += draw.randrange(80) if draw.random() < 0.5 else 3500 + draw.randrange(596)
+            bytes_[at] ^= 1 << draw.randrange(8)
+        elif kind == 2:
+            at += draw.randrange(4000)
+            bytes_[at : at + 64] = draw.randbytes(64)
+        elif kind == 3:  # a page that was never written, or written elsewhere
+            other = 4096 * draw.randrange(pages)
+            bytes_[at : at + 4096] = draw.choice((bytes(4096), whole[other : other + 4096]))
+        else:
+            del bytes_[4096 * draw.randrange(2, pages) :]
+        return bytes(bytes_[: len(whole)])
+
+    def use(number):
+        try:
+            with DiskReader(directory) as reader:
+                for record in reader.records():
+                    record is None or reader.verify(record)
+        except TierError:
+            pass
+        tier = DiskTier(directory, 8 << 20)
+        assert set(get(tier, range(100), INLINE)) <= {OK, MISS, CORRUPT}
+        tier.delete([key_of(number) for number in range(0, 100, 7)])
+        assert put(tier, range(300, 340), INLINE) == [OK] * 40
+        assert get(tier, range(300, 340), INLINE) == [OK] * 40
+        tier.check_invariants()
+        dropped = any(cause.startswith("index_dropped") for cause in tier.counters())
+        tier.close()
+        return 10 if dropped else 0
+
+    ends = []
+    for number in range(rounds):
+        index.write_bytes(harmed(random.Random(seed * 100_003 + number)))
+        child = os.fork()
+        if not child:
+            signal.alarm(30)
+            code = 1
+            try:
+                code = use(number)
+            finally:
+                os._exit(code)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    bad = [(seed, number, end) for number, end in enumerate(ends) if end not in (0, 10)]
+    print(bad, ends.count(10), flush=True)
+"""
+
+
+def _harm(directory: Path, rounds: int, seed: int) -> tuple[str, int]:
+    filled(directory)
+    done = program(HARM, directory, rounds, seed)
+    said = done.communicate(timeout=600)[0].decode()
+    assert done.returncode == 0
+    bad, dropped = said.rsplit(" ", 1)
+    return bad, int(dropped)
+
+
+def test_no_damage_of_the_index_ends_a_process(tmp_path: Path) -> None:
+    """Fields, pages and ends of the file, at random: right bytes or misses, and the next copies are kept."""
+    bad, dropped = _harm(tmp_path, 40, 1)
+    assert bad == "[]", "seed, round, exit code or signal"
+    assert 8 <= dropped <= 39, "all or none was noticed: the damage shows nothing"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", [2, 3])
+def test_no_damage_of_the_index_ends_a_process_long(tmp_path: Path, seed: int) -> None:
+    bad, _ = _harm(tmp_path, 1000, seed)
+    assert bad == "[]", "seed, round, exit code or signal"

@@ -27,7 +27,11 @@ MIB = 1 << 20
 def du_bytes(directory: Path) -> int:
     """Allocated blocks of everything in the directory, by the tool that operators use."""
     command = ["du", "--summarize", "--block-size=1", str(directory)]
-    return int(subprocess.run(command, capture_output=True, check=True).stdout.split()[0])
+    for _ in range(100):
+        said = subprocess.run(command, capture_output=True, check=False)
+        if said.returncode == 0:  # otherwise a file went while it looked
+            return int(said.stdout.split()[0])
+    raise AssertionError(said.stderr)
 
 
 def fill_up(path: Path) -> None:

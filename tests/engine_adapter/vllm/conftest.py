@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_adapter.vllm import kit
+from tests.engine_adapter.vllm.peer import Peer
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # before vLLM is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,6 +20,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("models")
     return {family: kit.make_model(family, folder / family) for family in kit.FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    made = Peer(tmp_path_factory.mktemp("peer") / "log")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module", params=kit.FAMILIES)

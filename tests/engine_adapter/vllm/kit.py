@@ -5,6 +5,7 @@ Tiny models have random weights; prompts are random tokens, so that a wrong key 
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [drawn.randrange(1, 500) for _ in range(tokens)]
 
 
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """vLLM collects garbage eight times an engine, half a second each over all that it has imported."""
+    real, gc.collect = gc.collect, lambda *_: 0
+    try:
+        yield
+    finally:
+        gc.collect = real
+
+
 class Engine:
     """A vLLM engine with our connector, and what the tests ask of it."""
 
@@ -97,18 +108,19 @@ class Engine:
             "disable_log_stats": False,
             "kv_transfer_config": transfer,
         }
-        self.llm = LLM(model=str(model), **{**given, **settings})
+        with without_collecting():
+            self.llm = LLM(model=str(model), **{**given, **settings})
 
     def answers(self, prompts: list[list[int]], tokens: int = 10) -> list[tuple[int, ...]]:
         """Greedy tokens, prompt by prompt, so that no prompt shares a batch with another."""
         return [self.answer(one, tokens)[0] for one in prompts]
 
-    def answer(self, token_ids: list[int], tokens: int = 10) -> tuple[tuple[int, ...], int]:
+    def answer(self, token_ids: list[int], tokens: int = 10, lora: Any = None) -> tuple[tuple[int, ...], int]:
         """Greedy tokens, and how many of the prompt's were cached somewhere."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True)
-        (out,) = self.llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
+        (out,) = self.llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False, lora_request=lora)
         return tuple(out.outputs[0].token_ids), out.num_cached_tokens or 0
 
     @property
@@ -134,15 +146,16 @@ class Engine:
         self.llm.llm_engine.step()
         until = time.monotonic() + 60
         while not self.shelf.is_idle and time.monotonic() < until:
-            self.shelf._traffic.drain()
+            self.shelf.below.drain()
             time.sleep(0.005)
         assert self.shelf.is_idle
 
     def close(self) -> None:
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-        self.llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
+        with without_collecting():
+            self.llm.llm_engine.engine_core.shutdown()
+            ensure_kv_transfer_shutdown()
         del self.llm
         gc.collect()
 
@@ -154,3 +167,32 @@ def engine(model: Path, tiers: dict[str, Any], **settings: Any) -> Iterator[Engi
         yield made
     finally:
         made.close()
+
+
+def refused(engine: Engine, change: Any, role: str = "SCHEDULER") -> str:
+    """What making a connector says with a changed copy of the engine's own config."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from allocator import ConfigError
+    from engine_adapter.vllm_connector import KVStoreConnector
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    for name in ("kv_transfer_config", "cache_config", "model_config", "parallel_config", "device_config"):
+        setattr(config, name, copy.copy(getattr(config, name)))
+    config.kv_transfer_config.kv_connector_extra_config = dict(config.kv_transfer_config.kv_connector_extra_config)
+    config.kv_transfer_config.engine_id = "another"
+    change(config)
+    try:
+        KVStoreConnector(config, KVConnectorRole[role], core.scheduler.kv_cache_config)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def setting(**given: Any) -> Any:
+    return lambda config: config.kv_transfer_config.kv_connector_extra_config.update(given)
+
+
+def attribute(part: str, name: str, value: Any) -> Any:
+    return lambda config: setattr(getattr(config, part), name, value)

@@ -11,23 +11,24 @@ pytest.importorskip("vllm")
 
 from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import BLOCK, prompt
-from tests.engine_adapter.vllm.test_processes import PROMPTS, WHOLE, run
+from tests.engine_adapter.vllm.peer import Peer
+from tests.engine_adapter.vllm.test_processes import PROMPTS, WHOLE
 from tests.kvstore.daemon.kit import ServeProcess, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
 def test_another_process_loads_and_a_daemon_that_restarts_is_missed_and_found_again(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], peer: Peer, tmp_path: Path
 ) -> None:
     socket = tmp_path / "socket"
     daemon = ServeProcess(socket, "--host-bytes", "64MiB")
-    stored = run(models["hybrid"], {"daemon": str(socket)})
+    stored = peer.run(models["hybrid"], {"daemon": str(socket)}, PROMPTS)
     assert stored["hits"] == 0
     with kit.engine(models["hybrid"], {"daemon": str(socket)}) as engine:
         for asked, (tokens, _), whole in zip(PROMPTS, stored["answers"], WHOLE, strict=True):
             assert engine.answer(asked) == (tuple(tokens), whole)
-        assert engine.external_hits() == engine.shelf.counters()["loaded_tokens"] == sum(WHOLE)
+        assert engine.external_hits() == engine.shelf.below.counters()["loaded_tokens"] == sum(WHOLE)
 
         asked = prompt(90, 500)
         expected, _ = engine.answer(asked)
@@ -37,7 +38,7 @@ def test_another_process_loads_and_a_daemon_that_restarts_is_missed_and_found_ag
         begun = time.monotonic()
         assert engine.answer(asked) == (expected, 0)
         assert time.monotonic() - begun < 30  # nothing waits for who is not there
-        tier = engine.shelf._tiers[0]
+        tier = engine.shelf.below.tiers[0]
         assert not tier.is_up
 
         daemon = ServeProcess(socket, "--host-bytes", "64MiB")

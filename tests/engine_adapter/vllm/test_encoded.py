@@ -86,4 +86,4 @@ def test_lossy_copies_serve_the_next_turn(engine: Engine) -> None:
     engine.forget()
     _, cached = engine.answer([*longer, *prompt(86, 50)])
     assert cached == 600 // BLOCK * BLOCK
-    assert "loads_failed" not in engine.shelf.counters()
+    assert "loads_failed" not in engine.shelf.below.counters()

@@ -72,9 +72,9 @@ def after_a_hit(engine: Engine, texts: list[list[int]]) -> tuple[float, float]:
     for text in texts:
         engine.answer(text, 1)
     engine.forget()
-    loaded = engine.shelf.counters().get("loaded_tokens", 0)
+    loaded = engine.shelf.below.counters().get("loaded_tokens", 0)
     found = [[next_token(engine, text[:at]) for at in POSITIONS] for text in texts]
-    assert engine.shelf.counters()["loaded_tokens"] - loaded >= len(texts) * PREFIX
+    assert engine.shelf.below.counters()["loaded_tokens"] - loaded >= len(texts) * PREFIX
     pairs = [pair for one in zip(expected, found, strict=True) for pair in zip(*one, strict=True)]
     agreed = sum(max(one, key=one.__getitem__) == max(other, key=other.__getitem__) for one, other in pairs)
     return sum(divergence(*pair) for pair in pairs) / len(pairs), agreed / len(pairs)

@@ -1,11 +1,7 @@
-"""Engines that come and go: what one stored, the next loads, from disk and from a server; in vLLM's usual processes."""
+"""Engines that come and go: what one stored, the next loads in another process, from disk and from a server."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import BLOCK, prompt
+from tests.engine_adapter.vllm.peer import Peer
 from tests.servers import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -24,37 +21,21 @@ LARGE = 64  # a block of so many tokens lies in a slot file, not in the index
 WHOLE = [(len(one) - 1) // BLOCK * BLOCK for one in PROMPTS]
 
 
-def run(model: Path, tiers: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
-    environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": os.getcwd()}
-    environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # more ranks than cores are not refused
-    command = [sys.executable, "-m", "tests.engine_adapter.vllm.one_run", str(model), json.dumps(tiers)]
-    done = subprocess.run(
-        [*command, json.dumps(PROMPTS), str(ranks)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return found
-
-
 def here(model: Path, tiers: dict[str, Any]) -> dict[str, Any]:
-    """The same in this process, which is another one than `run` had."""
+    """As the peer's `run`, in this process."""
     with kit.engine(model, tiers) as engine:
         answers = [engine.answer(one) for one in PROMPTS]
         engine.settle()
         return {"answers": [[list(tokens), cached] for tokens, cached in answers], "hits": engine.external_hits()}
 
 
-def test_disk_serves_the_next_process_and_bad_bytes_are_computed(models: dict[str, Path], tmp_path: Path) -> None:
+def test_disk_serves_the_next_process_and_bad_bytes_are_computed(
+    models: dict[str, Path], peer: Peer, tmp_path: Path
+) -> None:
     tiers = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "64 MiB", "block_tokens": LARGE}
     first = here(models["full"], tiers)
     assert [cached for _, cached in first["answers"]] == [0, 0]
-    second = run(models["full"], tiers)
+    second = peer.run(models["full"], tiers, PROMPTS)
     assert [tokens for tokens, _ in second["answers"]] == [tokens for tokens, _ in first["answers"]]
     whole = [(len(one) - 1) // LARGE * LARGE for one in PROMPTS]
     assert [cached for _, cached in second["answers"]] == whole
@@ -68,11 +49,11 @@ def test_disk_serves_the_next_process_and_bad_bytes_are_computed(models: dict[st
     assert [tokens for tokens, _ in third["answers"]] == [tokens for tokens, _ in first["answers"]]
 
 
-def test_a_server_serves_engines_of_the_same_weights_whatever_their_ranks(models: dict[str, Path]) -> None:
+def test_a_server_serves_engines_of_the_same_weights_whatever_their_ranks(models: dict[str, Path], peer: Peer) -> None:
     """Two ranks store half of the heads each; one that has all of them reads both."""
     with Server() as server:
         tiers = {"redis_url": server.url}
-        first = run(models["hybrid"], tiers, ranks=2)
+        first = peer.run(models["hybrid"], tiers, PROMPTS, ranks=2)
         second = here(models["hybrid"], tiers)
         other = here(models["hybrid"], {**tiers, "weights": "others"})
     assert second["answers"] == [[tokens, whole] for (tokens, _), whole in zip(first["answers"], WHOLE, strict=True)]

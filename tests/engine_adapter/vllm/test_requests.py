@@ -67,14 +67,14 @@ def test_preempted_requests_say_the_same_and_load_what_they_had(engine: Engine) 
     engine.forget(store_too=True)
     expected = {name: engine.answer(one, 200)[0] for name, one in prompts.items()}
     engine.forget(store_too=True)
-    before, loaded = preemptions(engine), engine.shelf.counters().get("loaded_tokens", 0)
+    before, loaded = preemptions(engine), engine.shelf.below.counters().get("loaded_tokens", 0)
     running = Running(engine)
     for name, one in prompts.items():
         running.add(name, one, 200)
     running.until_done()
     assert preemptions(engine) > before
     # vLLM gave their blocks to others; they came back from the store. (Its own count of hits leaves such requests out.)
-    assert engine.shelf.counters()["loaded_tokens"] > loaded
+    assert engine.shelf.below.counters()["loaded_tokens"] > loaded
     assert running.tokens == expected
 
 

@@ -150,8 +150,8 @@ def test_hashes_that_resist_nobody_are_not_stored(tmp_path: Path) -> None:
     with engine(1, host_bytes=1 << 20) as one:
         one.write([key])
         tier = one.manager.secondary_tiers[0]
-        assert tier._traffic.tiers[0].used_bytes == 0
-        assert tier._traffic.counters()["hash_of_another_kind"]
+        assert tier._below.tiers[0].used_bytes == 0
+        assert tier._below.counters()["hash_of_another_kind"]
 
 
 @pytest.mark.parametrize(

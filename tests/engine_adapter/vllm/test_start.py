@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ pytest.importorskip("vllm")
 
 from allocator import ConfigError
 from tests.engine_adapter.vllm import kit
-from tests.engine_adapter.vllm.kit import Engine
+from tests.engine_adapter.vllm.kit import Engine, attribute, refused, setting
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 LARGE = 64  # a block of so many tokens lies in a slot file, not in the index
@@ -24,32 +23,6 @@ def engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     tiers = {"disk_path": str(tmp_path_factory.mktemp("disk")), "disk_bytes": "64 MiB", "block_tokens": LARGE}
     with kit.engine(models["full"], tiers) as made:
         yield made
-
-
-def refused(engine: Engine, change: Any, role: str = "SCHEDULER") -> str:
-    """What making a connector says with a changed copy of the engine's own config."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    from engine_adapter.vllm_connector import KVStoreConnector
-
-    core = engine.llm.llm_engine.engine_core.engine_core
-    config = copy.copy(engine.llm.llm_engine.vllm_config)
-    for name in ("kv_transfer_config", "cache_config", "model_config", "parallel_config", "device_config"):
-        setattr(config, name, copy.copy(getattr(config, name)))
-    config.kv_transfer_config.kv_connector_extra_config = dict(config.kv_transfer_config.kv_connector_extra_config)
-    config.kv_transfer_config.engine_id = "another"
-    change(config)
-    with pytest.raises(ConfigError) as caught:
-        KVStoreConnector(config, KVConnectorRole[role], core.scheduler.kv_cache_config)
-    return str(caught.value)
-
-
-def setting(**given: Any) -> Any:
-    return lambda config: config.kv_transfer_config.kv_connector_extra_config.update(given)
-
-
-def attribute(part: str, name: str, value: Any) -> Any:
-    return lambda config: setattr(getattr(config, part), name, value)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +51,7 @@ def test_an_untested_vllm_is_refused_at_start(engine: Engine, monkeypatch: pytes
     monkeypatch.setattr("vllm.__version__", "0.47.0")
     message = refused(engine, lambda config: None)
     assert "vLLM 0.47.0" in message
-    assert "tested with 0.32" in message
+    assert "expected one of vllm>=0.32,<0.33" in message
 
 
 def test_an_engine_with_a_bad_setting_does_not_start(models: dict[str, Path]) -> None:

@@ -62,7 +62,7 @@ def test_bytes_that_change_on_their_way_are_noticed_and_computed(models: dict[st
             wire.is_bad = True
             answer, cached = engine.answer(asked)
             wire.is_bad = False
-            counts = engine.shelf.counters()
+            counts = engine.shelf.below.counters()
             assert wire.flipped
             assert answer == expected
             assert counts["loads_failed"] == 1

@@ -62,6 +62,7 @@ def test_a_copy_of_another_block_is_still_a_miss_and_changed_bytes_are_not_seen(
     """The header is checked, the payload is not: that is what the setting gives away."""
     writer, reader = (tier_at(daemon.settings.socket_path) for _ in range(2))
     assert put(writer, KEYS) == [OK] * 4
+    until(lambda: daemon.stats()["tiers"]["disk"]["counts"].get("spilled") == 4, what="the spill checks what it reads")
     (memory,) = writer.link._writable.values()
     entries = [daemon.core.arenas[""].find(key) for key in KEYS]
     first, second, third = (slice(one.offset, one.offset + one.size_bytes) for one in entries[:3] if one is not None)

@@ -18,16 +18,16 @@ from quant.native.summed_file import Sums, read_part, read_summed, write_summed
 from tests.quant.native.build_kit import ROOT, needs_extension
 
 WAYS = ["native", "xxhash"] if native.kernels is not None else ["xxhash"]
-BYTES = random.Random(5).randbytes(1 << 20)
+BYTES = random.Random(5).randbytes(3 << 20)
 SUM_AT, HEAD_BYTES = 72, 320
 SIZES = [
     [1],
     [4096 - HEAD_BYTES],
     [70_000, 1],
     [0, 5, 0, 262_144, 0],
-    [327_680 - HEAD_BYTES],
-    [327_681 - HEAD_BYTES],
-    [262_144 - HEAD_BYTES, 327_680],
+    [1_179_648 - HEAD_BYTES],
+    [1_179_649 - HEAD_BYTES],
+    [1_048_576 - HEAD_BYTES, 1_179_648],
     [600_001, 7, 250_000],
     [1_048_000],
     [300] * 1500,
@@ -89,9 +89,11 @@ def test_what_was_written_is_read(fd: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("_way")
-@pytest.mark.parametrize("cuts", [[1, 699_999], [262_144 - HEAD_BYTES, 262_144, 175_712 + HEAD_BYTES], [100_000] * 7])
+@pytest.mark.parametrize(
+    "cuts", [[1, 2_399_999], [1_048_576 - HEAD_BYTES, 1_048_576, 302_848 + HEAD_BYTES], [300_000] * 8]
+)
 def test_every_part_has_its_own_sum(fd: int, cuts: list[int]) -> None:
-    rows = pieces([300_001, 399_999])
+    rows = pieces([1_000_001, 1_399_999])
     payload, places = b"".join(rows), [8 + 40 * place for place in range(len(cuts))]
     sums, head = tuple(zip(places, cuts, strict=True)), head_of(1)
     write_summed(fd, 0, head, sums, rows, 0)
@@ -148,12 +150,12 @@ def test_a_write_that_is_cut_off_leaves_no_head(tmp_path: Path, way: str) -> Non
     code = (
         "import os, resource, sys\nfrom quant import dispatch\nfrom quant.native.summed_file import write_summed\n"
         "fd = os.open(sys.argv[1], os.O_RDWR)\n"
-        "for most in (400_000, 524_288, 700_000, 1_000_000):\n"
+        "for most in (400_000, 1_048_576, 1_700_000, 2_400_000):\n"
         "    os.pwrite(fd, b'\\xee' * 320, 0)\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))\n"
         "    with dispatch.forced('checksum', 'cpu', sys.argv[2]):\n"
-        "        try:\n            sums = ((72, 400_000), (112, 599_700))\n"
-        "            write_summed(fd, 0, bytearray(b'h' * 320), sums, [bytes(999_700)], 0)\n"
+        "        try:\n            sums = ((72, 400_000), (112, 1_999_700))\n"
+        "            write_summed(fd, 0, bytearray(b'h' * 320), sums, [bytes(2_399_700)], 0)\n"
         "        except OSError as error:\n            print(error.errno, any(os.pread(fd, 320, 0)))\n"
     )
     file = tmp_path / "file"

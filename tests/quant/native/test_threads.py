@@ -164,8 +164,11 @@ def detects_races(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.usefixtures("detects_races")
 def test_no_race_is_found(tmp_path: Path) -> None:
     program = built_driver(tmp_path, "-fsanitize=thread")
-    said = run(without_randomised_addresses(program), environment=detecting())
-    assert said.strip() == "all tasks ran once"
+    said = "no worker took part"
+    for _ in range(ATTEMPTS):  # on a busy machine the callers may have done all before a worker comes
+        if said == "no worker took part":
+            said = run(without_randomised_addresses(program), environment=detecting()).strip()
+    assert said == "all tasks ran once"
 
 
 @needs_compiler
