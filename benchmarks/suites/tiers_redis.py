@@ -46,8 +46,9 @@ _FLOOR_NOTE = (
 )
 _RESTORE_NOTE = (
     "GB/s of bf16 KV made ready: 32 blocks of 16 tokens (32 layers, 8 heads of 128) read as INT4 copies, frames "
-    "checked, 8 a transfer, each group decoded while the next arrives, as in a store: the tier's thread and the one "
-    "that decodes share one core, the server has the other. The baseline is one memmove of the bf16 bytes on that core."
+    "checked, 8 a transfer, each group decoded while the next arrives, as the vLLM connector does: the tier's thread "
+    "and the one that decodes share one core, the server has the other. The baseline is one memmove of the bf16 bytes "
+    "on that core."
 )
 _ALONE_NOTE = "The same on one thread: nothing is decoded while bytes arrive."
 _PEER_NOTE = (
