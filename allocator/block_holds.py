@@ -13,6 +13,7 @@ Invariants (checked by `allocator.invariants`):
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from allocator.block_life import IdBatch
 from allocator.block_references import BlockReferences
@@ -30,6 +31,7 @@ from allocator.block_state import (
     BlockState,
 )
 from allocator.errors import UsageError
+from allocator.extent_ledger import Ids
 from allocator.extents import FULL
 
 
@@ -115,6 +117,16 @@ class BlockHolds(BlockReferences):
         if not self.is_idle(block_id):
             return 0
         return self.policies[self._classes[block_id]].since(block_id)
+
+    def idle_ticks(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """`idle_since` of each, int64[n]."""
+        ticks = np.zeros(len(ids), dtype=np.int64)
+        places = np.flatnonzero(self._life[ids] & STATE == IDLE)
+        classes = self.ledger.class_of[ids[places]]
+        for index in np.unique(classes).tolist():
+            own = places[classes == index]
+            ticks[own] = self.policies[index].since_many(ids[own])
+        return ticks
 
     def ref_count(self, block_id: int) -> int:
         """References to the block."""

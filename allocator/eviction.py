@@ -62,6 +62,10 @@ class EvictionPolicy(ABC):
     def since(self, block_id: int) -> int:
         """Tick of the release that made the block idle."""
 
+    def since_many(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """`since` of each."""
+        return np.array([self.since(block_id) for block_id in ids.tolist()], dtype=np.int64)
+
     @abstractmethod
     def beside(self) -> EvictionPolicy:
         """An empty policy of this kind, for blocks of another priority; what was learned is shared."""
@@ -124,6 +128,14 @@ class LRU(EvictionPolicy):
         self._stamp_all()
         stamp = self._stamps[block_id]
         return stamp >> TICK_BITS if stamp >= 0 else self._late_ticks[block_id]
+
+    def since_many(self, ids: Ids) -> npt.NDArray[np.int64]:
+        self._stamp_all()
+        stamps = self._stamp[ids]
+        ticks = stamps >> TICK_BITS
+        for place in np.flatnonzero(stamps < 0).tolist():
+            ticks[place] = self._late_ticks[int(ids[place])]
+        return ticks
 
     def idle(self, ids: Ids | list[int], tick: int, run: bool = False) -> None:
         size = len(ids)

@@ -10,7 +10,8 @@ to head, and a block that is used again keeps at least the time it had. A releas
 `settle` moves it to those of its levels. What was released since goes last.
 
 The floor: two shadow caches follow a sample of sessions, one by LRU and one by these levels. While LRU has the more
-hits, victims are chosen by last use alone, which is LRU.
+hits, victims are chosen by last use alone, which is LRU. So it is at first, until the sample is large enough to tell
+luck from gain; and again as soon as a lead shrinks, since what was kept for it will have to be fetched anew.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from allocator.eviction import LRU, TICK_BITS, Ids, Keys, Prices, Usable
 from allocator.eviction_reuse import LEVELS, WORTHS, ReuseMemory
 from allocator.eviction_shadow import ShadowCache
 
-_SHADOW_BLOCKS = 2048
+_SHADOW_BLOCKS = 1 << 14
 _GROUPS = 256
 _SHADOW_DECAY = 0.99
 _GRAIN_TOKENS = 128
 _MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
 _LOSS_MAX = 0.003  # hits, as a share of the blocks seen, that following the learned order may have cost
+_START_REQUESTS = 650  # of the sample, before LRU is left for the first time
+_LEAD_LOSS_MAX = 0.003  # of the blocks seen: how far below its best the lead may fall before LRU is followed again
 
 
 class _Floor:
@@ -47,18 +50,21 @@ class _Floor:
         self._recency, self._learned = ShadowCache(blocks), ShadowCache(blocks)
         self._recency_hits = self._learned_hits = 0.0
         self._earned_blocks = self._seen_blocks = 0.0
+        self._best_lead = 0.0  # since LRU was left
+        self._request_count = 0
         self.prefers_recency = True
 
     def request(self, keys: Keys, group: int, clock: int, until: Prices, worths: Prices | None) -> None:
         if group < self._share:
             names = keys.tolist()
+            self._request_count += bool(names)
             weights = None if worths is None else worths.tolist()
             self._seen_blocks += len(names) if weights is None else sum(weights)
             self._recency.request(names, [float(clock)] * len(names), weights)
             self._learned.request(names, until.tolist(), weights)
 
     def end_epoch(self) -> None:
-        """LRU until the other is clearly ahead; back when it no longer is, or when following it has cost too much."""
+        """LRU until the other is clearly ahead; back when it falls behind, loses its lead or has cost too much."""
         self._recency_hits = self._recency_hits * _SHADOW_DECAY + self._recency.hits
         self._learned_hits = self._learned_hits * _SHADOW_DECAY + self._learned.hits
         self._earned_blocks *= _SHADOW_DECAY
@@ -66,9 +72,16 @@ class _Floor:
         if not self.prefers_recency:
             self._earned_blocks += self._learned.hits - self._recency.hits
         self._recency.hits = self._learned.hits = 0
-        margin = 1 + _MARGIN if self.prefers_recency else 1
-        spent = self._earned_blocks < -_LOSS_MAX * self._seen_blocks
-        self.prefers_recency = spent or self._learned_hits <= self._recency_hits * margin
+        lead = self._learned_hits - self._recency_hits
+        is_spent = self._earned_blocks < -_LOSS_MAX * self._seen_blocks
+        if self.prefers_recency:
+            is_clear = lead > _MARGIN * self._recency_hits and self._request_count >= _START_REQUESTS
+            self.prefers_recency = is_spent or not is_clear
+            self._best_lead = lead
+        else:
+            self._best_lead = max(self._best_lead * _SHADOW_DECAY, lead)
+            is_shrinking = lead < self._best_lead - _LEAD_LOSS_MAX * self._seen_blocks
+            self.prefers_recency = is_spent or is_shrinking or lead <= 0
 
 
 class Reuse:

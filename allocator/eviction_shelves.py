@@ -82,6 +82,9 @@ class Shelves(EvictionPolicy):
     def since(self, block_id: int) -> int:
         return self._shelf_of(block_id).since(block_id)
 
+    def since_many(self, ids: Ids) -> npt.NDArray[np.int64]:
+        return super().since_many(ids) if self._at else self._plain.since_many(ids)
+
     def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
         self._plain.observe(keys, tables, prices)
 

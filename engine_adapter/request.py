@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from allocator.errors import UsageError
 from engine_adapter.media import EmbeddedMedia
 from kvstore.identity import Identity
+from kvstore.retention import Retention, check_retention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,8 @@ class Request:
     that equal full precision. `forced_token_ids` (teacher forcing) are fed instead of the model's choices, whose argmax
     and logits are still recorded; the output is then exactly those tokens. `media` stand in for placeholders among the
     prompt's tokens, in order; `adapter` (a name, or name, id and digest) and `tenant`, where they are not the store's
-    own, say whose KV it is: all three reach the names of blocks. `session` and `turn` are for a trace only.
+    own, say whose KV it is: all three reach the names of blocks, and a tenant's quota counts them. `retention` says how
+    long what it leaves behind is to be kept, beside others. `session` and `turn` are for a trace only.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class Request:
     tenant: str | bytes | None = None
     session: str | None = None
     turn: int | None = None
+    retention: Sequence[Retention] = ()
 
     def identity(self, own: Identity) -> Identity | None:
         """Whose KV this is, None for the store's `own`."""
@@ -168,6 +171,7 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise UsageError(f"request {name!r}: exact must be True or False, got {request.exact!r}")
     _check_trace_fields(request)
     _check_names(request)
+    check_retention(request.retention)
     if type(request.seed) is not int:
         raise UsageError(f"request {name!r}: seed must be an int, got {request.seed!r}")
     for what in ("temperature", "top_p"):

@@ -185,6 +185,8 @@ class Scheduler:
                 f"sequence {stream.sequence_id!r} starts with {computed} of {len(stream.tokens)} tokens computed; "
                 "at least one must be left"
             )
+        if stream.request.retention:
+            self._store.retain(stream.sequence_id, stream.request.retention)
         stream.phase, stream.computed, stream.prefilling = Phase.RUNNING, computed, prefilling
         stream.once_computed = max(stream.once_computed, computed)
         insort(self.running, stream, key=_rank)

@@ -17,7 +17,9 @@ _FADE = 0.9  # weight that a measurement keeps when the next one comes
 _FADE_WHEN_QUICKER = 0.25
 _MIN_SECONDS = 1e-9
 _LONGEST_LOAD_SECONDS = 60.0  # an engine that paused or a clock that jumped must not be remembered for ever
-_RETRY_AFTER = 64  # refusals of a tier in a row after which one fetch is tried, to learn whether it has recovered
+# Refusals of a tier in a row after which one fetch is tried, to learn whether it has recovered. One that nobody has
+# measured is tried at once: a first guess must not cost a new store its first hits.
+_RETRY_AFTER = 64
 
 
 class LinearCost:
@@ -126,15 +128,15 @@ class CostModel:
         """How many leading stretches to load so that loading them and computing the rest is quickest. Changes nothing.
 
         A stretch helps only with all before it. Tiers load one after the other, so times add up; a tier's latency, and
-        what it still has to move before our turn (queued_bytes, by tier), are paid once. A tier that has long been
-        refused costs nothing once: its estimate may be out of date, and only a load can tell.
+        what it still has to move before our turn (queued_bytes, by tier), are paid once. A tier that has never been
+        tried, or has long been refused, costs nothing once: its estimate may be wrong, and only a load can tell.
         """
         best_count, best_gain, gain = 0, 0.0, 0.0
         seen: set[str] = set()
         for count, stretch in enumerate(stretches, start=1):
             gain += stretch.tokens / self.prefill_tokens_per_second
-            if self._refused.get(stretch.tier, 0) < _RETRY_AFTER:
-                cost = self.tier(stretch.tier)
+            cost = self.tier(stretch.tier)
+            if self._refusals(stretch.tier) < _RETRY_AFTER:
                 gain -= stretch.byte_count / cost.bytes_per_second
                 if stretch.tier not in seen:
                     seen.add(stretch.tier)
@@ -148,7 +150,11 @@ class CostModel:
         """A request went by this answer of `leading_stretches`: tiers that were left out are counted."""
         loaded = {stretch.tier for stretch in stretches[:count]}
         for tier in {stretch.tier for stretch in stretches}:
-            self._refused[tier] = 0 if tier in loaded else self._refused.get(tier, 0) + 1
+            self._refused[tier] = 0 if tier in loaded else self._refusals(tier) + 1
+
+    def _refusals(self, tier: str) -> int:
+        """In a row, of a tier; enough of them to try it where it was neither measured nor tried."""
+        return self._refused.get(tier, 0 if self.tier(tier).measured_count else _RETRY_AFTER)
 
     def estimates(self) -> dict[str, LinearCost]:
         """What has been measured, by tier."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from allocator import BlockPool, KVGeometry
+    from allocator.extent_ledger import Ids
     from kvstore.config import KVStoreConfig
     from kvstore.device import BlockBytes
     from kvstore.mover import Mover
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _FADING_SHARE = 0.75  # of own memory in use, from where on what goes next is offered below
 _REACH_BLOCKS = 1024
+_NO_LIFE = -1
+_NONE: Ids = np.empty(0, dtype=np.int32)
 _SHORT_STEPS = 4  # room is short when it would be gone after this many steps' worth of movement
 
 
@@ -50,7 +53,6 @@ class StepReport:
 class _Name:
     root: bytes
     parent: bytes | None
-    copied: tuple[int, int] | None = None  # (form, when it became idle) of the copy that was last asked for
     prefix_tokens: int = 0  # of the longest prompt or turn with it that has been computed, for slower tiers
 
 
@@ -70,9 +72,12 @@ class Upkeep:
     slower: tuple[Tier, ...] = ()  # those that are not the store's own memory: written behind, by policy
     _names: dict[int, _Name] = field(default_factory=dict)  # root and parent hash by block id, for copies below
     _starved: int | None = None
-    _looked: dict[tuple[int, int], tuple[tuple[int, int], list[int]]] = field(default_factory=dict)
+    _looked: dict[tuple[int, int], tuple[tuple[int, int], Ids]] = field(default_factory=dict)
+    # by block id: its idle life in which a copy of it was last asked for
+    _turns: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._turns = np.full(self.pool.ledger.id_capacity, _NO_LIFE, dtype=np.int64)
         self.slower = tuple(tier for tier in self.tiers if not tier.private_memory)
         if self.slower and self.cools:
             self.mover.on_cooled = self._offer_cooled
@@ -83,6 +88,7 @@ class Upkeep:
         """Keep what a copy's key and parent link need, until the block is evicted."""
         for block_id, parent in zip(ids, parents, strict=True):
             self._names[block_id] = _Name(root, parent)
+            self._turns[block_id] = _NO_LIFE
 
     def remember_fetched(self, sequence: Sequence, copies: Items[PendingCopy]) -> None:
         """`remember` for blocks that came from a lower tier."""
@@ -291,18 +297,21 @@ class Upkeep:
         """
         pool, step_blocks = self.pool, self.config.spill_blocks_per_step
         state = (pool.tick, pool.evicted_count)
-        looked, found = self._looked.get((group, form), ((-1, -1), []))
+        looked, found = self._looked.get((group, form), ((-1, -1), _NONE))
         if looked != state:
             size = pool.layout.raw_slot_bytes[2 * group + form]
             reach = max(step_blocks, min(_REACH_BLOCKS, self.tiers[0].capacity_bytes // (2 * size)))
-            found = pool.coldest(group, reach, form).tolist()
-        waiting = [one for one in found if not self._had_its_turn(one) and pool.is_idle(one)]
-        self._looked[group, form] = (state, waiting)
-        return waiting[:step_blocks]
+            found = pool.coldest(group, reach, form)
+        if len(found):
+            lives = self._lives(found)
+            found = found[(lives >= 2) & (self._turns[found] != lives)]
+        self._looked[group, form] = (state, found)
+        return [one for one in found[:step_blocks].tolist() if one in self._names]
 
-    def _had_its_turn(self, block_id: int) -> bool:
-        name = self._names.get(block_id)
-        return name is None or name.copied == (self.pool.form_of(block_id), self.pool.idle_since(block_id))
+    def _lives(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """Since when each is idle and in which form, as one number; below 2: it is not idle. int64[n]."""
+        forms = self.pool.ledger.class_of[ids] & 1
+        return 2 * self.pool.idle_ticks(ids) + forms
 
     def _any_short(self) -> bool:
         return any(self._is_short(group, FULL) for group in range(len(self.geometry.groups)))
@@ -337,13 +346,12 @@ class Upkeep:
         round otherwise, and a copy that was dropped from it for a better one would come back. What the queue has no
         room for now has not had its turn.
         """
-        pool = self.pool
-        lives = {one: (pool.form_of(one), pool.idle_since(one)) for one in ids}
-        copies = [copy for copy in self.copies_of(ids) if self._names[copy.block_id].copied != lives[copy.block_id]]
+        lives = dict(zip(ids, self._lives(np.array(ids, dtype=np.int32)).tolist(), strict=True))
+        copies = [copy for copy in self.copies_of(ids) if self._turns[copy.block_id] != lives[copy.block_id]]
         left_out = {copy.block_id for copy in self._offer_to(self.tiers[0], copies, cause, urgent=True)}
         for copy in copies:
             if copy.block_id not in left_out:
-                self._names[copy.block_id].copied = lives[copy.block_id]
+                self._turns[copy.block_id] = lives[copy.block_id]
 
     def _offer_fading(self) -> None:
         """What own memory is about to evict goes to the slower tiers below it before, where it is worth it."""

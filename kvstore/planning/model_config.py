@@ -35,6 +35,7 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _COUNT_LIMIT = 1 << 24
+_LAYERS_LIMIT = 2048
 # Every n-th layer is full, the others have the window, where a config of that type does not list its layers.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 _QWEN2 = {"use_sliding_window": False, "max_window_layers": 28, "num_key_value_heads": 32}
@@ -198,7 +199,10 @@ def read_config(config: object, name: str) -> ModelShape:
     """The shape of a parsed `config.json` (of a multimodal model: of its text part)."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"got {type(config).__name__}; expected an object with a model's fields")
-    text = dict(config.get("text_config") or config) if isinstance(config.get("text_config"), Mapping) else dict(config)
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config: got {type(text).__name__}; expected an object with a model's fields")
+    text = dict(text)
     kind = str(text.get("model_type") or config.get("model_type") or "")
     kind = "gemma3_text" if kind == "gemma3" else kind
     filled = {**_FILLED_IN.get(kind, {}), **text}  # null is an answer too: Mistral's "no window"
@@ -220,8 +224,9 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         value = fields.get(field)
         if field not in fields or (value == 0 and field not in _REQUIRED):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _COUNT_LIMIT:
-            raise ConfigError(f"{field}: got {value!r}; expected an integer in [1, {_COUNT_LIMIT}]")
+        limit = _LAYERS_LIMIT if field == "num_hidden_layers" else _COUNT_LIMIT
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise ConfigError(f"{field}: got {value!r}; expected an integer in [1, {limit}]")
     heads, kv_heads = fields["num_attention_heads"], fields.get("num_key_value_heads")
     if kv_heads and heads % kv_heads:
         raise ConfigError(f"num_key_value_heads: got {kv_heads}; expected a divisor of num_attention_heads, {heads}")
@@ -252,6 +257,8 @@ def _list_layers(fields: dict[str, Any], kind: str) -> None:
         ]
     elif fields.get("use_sliding_window") and fields.get("sliding_window"):
         first = fields.get("max_window_layers", 0)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ConfigError(f"max_window_layers: got {first!r}; expected a count of layers")
         fields["layer_types"] = [FULL_ATTENTION if layer < first else SLIDING_ATTENTION for layer in range(count)]
 
 

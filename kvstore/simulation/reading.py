@@ -119,7 +119,8 @@ def _parsed(text: bytes, place: str) -> _Line:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{place}: got what is no JSON ({error}); expected one object a line") from None
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise TraceError(f"{place}: got what is no JSON ({why}); expected one object a line") from None
     if not isinstance(line, dict):
         raise TraceError(f"{place}: got {type(line).__name__}; expected one JSON object a line")
     return line
@@ -139,8 +140,8 @@ def _bailian(line: _Line, place: str, chats: dict[int, int]) -> Request:
     chat = _whole(line, "chat_id", place, least=0, most=KEY_MAX)
     if chat in chats:
         raise TraceError(f"{place}: got chat_id {chat} again; expected each once")
-    parent = line.get("parent_chat_id", -1)
-    chats[chat] = chats.get(parent, chat) if isinstance(parent, int) else chat
+    parent = _whole(line, "parent_chat_id", place, least=-1, most=KEY_MAX) if "parent_chat_id" in line else -1
+    chats[chat] = chats.get(parent, chat)
     return Request(
         _number(line, "timestamp", place),
         _whole(line, "input_length", place, least=0, most=_TOKENS_MAX),

@@ -209,16 +209,28 @@ class StoreHost:
         self._run_links()
 
     def _pass_time(self, seconds: float, least_steps: int) -> None:
-        """The engine steps until that time is over, or, since then nothing would happen any more, all is still."""
-        end = self.now + max(0.0, seconds)
+        """The engine steps until that time is over, or, since then nothing would happen any more, all is still.
+
+        A step that began nothing is not repeated until a transfer has ended: it would find what the last one found.
+        """
+        end, step_seconds = self.now + max(0.0, seconds), self._costs.step_seconds
         steps = 0
         while steps < least_steps or (self.now < end and self._is_moving()):
-            self.now = min(end, self.now + self._costs.step_seconds)
+            self.now = min(end, self.now + step_seconds)
             self._run_links()
+            before = self._progress()
             self.store.step()
             steps += 1
+            if steps >= least_steps and self._progress() == before:
+                next_end = min((one for link in self.links if (one := link.next_end_seconds) is not None), default=end)
+                while self.now + step_seconds < min(next_end, end):
+                    self.now += step_seconds
         self.now = end
         self._run_links()
+
+    def _progress(self) -> tuple[int, ...]:
+        """Differs from what it was when a step has begun anything."""
+        return (*(link.submitted_count for link in self.links), *self.store._upkeep.writes.depths().values())
 
     def _is_moving(self) -> bool:
         return any(link.next_end_seconds is not None for link in self.links)

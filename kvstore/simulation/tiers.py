@@ -33,6 +33,7 @@ class Link:
         self._free_at = 0.0
         self._next_bytes = 0
         self._tasks: deque[tuple[float, Callable[[], None]]] = deque()
+        self.submitted_count = 0
 
     def announce(self, byte_count: int) -> None:
         """What the task that is submitted next moves."""
@@ -41,6 +42,7 @@ class Link:
     def submit(self, task: Callable[[], None]) -> None:
         self._free_at = max(self._clock(), self._free_at) + self._next_bytes / self._bytes_per_second
         self._tasks.append((self._free_at, task))
+        self.submitted_count += 1
 
     @property
     def next_end_seconds(self) -> float | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allocator.eviction import LRU, EvictionPolicy, Usable
-from allocator.eviction_learned import Learned, Reuse
+from allocator.eviction_learned import _START_REQUESTS, Learned, Reuse, _Floor
 from allocator.eviction_reuse import BINS, ReuseMemory
 from allocator.eviction_rivals import ARC, LRU2, S3FIFO, WTinyLFU
 from allocator.eviction_shadow import ShadowCache
@@ -186,6 +186,24 @@ def test_a_shadow_keeps_parents_with_their_children_and_within_its_room() -> Non
     shadow.request([7, 8], [9.0, 9.0])  # takes the places of 4, and of the leaf 3
     shadow.request([1, 2, 3], [9.0, 9.0, 9.0])
     assert shadow.hits == 5
+
+
+def test_lru_is_left_after_a_start_for_a_clear_lead_and_followed_again_as_soon_as_that_shrinks() -> None:
+    floor = _Floor(100)
+
+    def epoch(requests: int, recency_hits: int, learned_hits: int) -> bool:
+        for _ in range(requests):
+            floor.request(keys(*range(100)), 0, 1, np.zeros(100), None)
+        floor._recency.hits, floor._learned.hits = recency_hits, learned_hits
+        floor.end_epoch()
+        return floor.prefers_recency
+
+    assert epoch(_START_REQUESTS - 10, 10_000, 20_000), "too early to tell luck from gain"
+    assert epoch(5, 0, 0)
+    assert not epoch(10, 0, 0)
+    assert not epoch(10, 100, 100), "no gain is no loss"
+    assert not epoch(10, 200, 100), "a little may be lost"
+    assert epoch(10, 400, 100), "still far ahead, but not for long: what LRU has is what comes back now"
 
 
 @pytest.mark.parametrize("capacity", [2_000, 20_000])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from allocator import UsageError
 from engine_adapter.request import Request
+from kvstore import Retention
 from tests.engine_adapter.loop_kit import FAMILIES, KitMaker, prompt
 
 BLOCK = 4
@@ -51,6 +53,21 @@ def test_a_conversation_reuses_what_it_generated(make_kit: KitMaker, family: str
         expected = previous // BLOCK * BLOCK
         assert kit.store.lookup(tokens).tokens == expected
     assert reused == [0, 16, 28, 40, 48]
+
+
+def test_a_request_says_how_long_what_it_leaves_is_kept_and_its_tenant_has_a_quota(make_kit: KitMaker) -> None:
+    kit = make_kit(blocks=24)
+    kit.store.set_quota("small", 4 * kit.store.pool.layout.raw_slot_bytes[0])
+    kept, usual = prompt(1, 8 * BLOCK + 1), prompt(2, 8 * BLOCK + 1)
+    kit.run_checked(Request("kept", kept, 1, retention=[Retention(priority=80)]))
+    kit.run_checked(Request("usual", usual, 1))
+    refused = kit.drive(Request("refused", prompt(3, 8 * BLOCK), 1, tenant="small"))["refused"]
+    assert "quota of tenant 'small'" in (refused.error or "")
+    kit.run_checked(Request("more", prompt(4, 12 * BLOCK), 1))
+    assert kit.store.lookup(kept).tokens == 8 * BLOCK
+    assert kit.store.lookup(usual).tokens < 8 * BLOCK
+    with pytest.raises(UsageError, match="retention: got 80; expected a list of"):
+        kit.loop.submit(Request("wrong", kept, 1, retention=80))  # type: ignore[arg-type]
 
 
 def test_case_106_what_is_on_the_device_is_not_loaded_again(make_kit: KitMaker) -> None:

@@ -16,6 +16,13 @@ def model(**options: object) -> CostModel:
     return CostModel(**({"prefill_tokens_per_second": 1000.0} | options))  # type: ignore[arg-type]
 
 
+def tried(*tiers: str, **options: object) -> CostModel:
+    """A model whose tiers were loaded from once, so that their first guesses count."""
+    costs = model(**options)
+    costs.note_choice([Stretch(tier, 1, 1) for tier in tiers], len(tiers))
+    return costs
+
+
 def test_latency_and_bandwidth_are_told_apart() -> None:
     cost = LinearCost(1e-3, 1e9)
     draw = random.Random(1)
@@ -54,7 +61,7 @@ def test_no_measurement_makes_an_estimate_senseless(measured: list[tuple[int, fl
 
 
 def test_a_busy_tier_costs_what_it_still_has_to_move() -> None:
-    costs = model(latency_seconds=1e-3, bytes_per_second=1e9)
+    costs = tried("host", "disk", latency_seconds=1e-3, bytes_per_second=1e9)
     stretch = Stretch("host", 100, 10_000_000)  # saves 100 ms for 11 ms
     assert costs.leading_stretches([stretch]) == 1
     assert costs.leading_stretches([stretch], {"host": 80_000_000}) == 1
@@ -92,8 +99,21 @@ def test_a_tier_long_refused_is_tried_again() -> None:
     assert costs.leading_stretches(stretches) == 1
 
 
+def test_a_tier_that_nobody_has_measured_is_tried_at_once_and_then_by_what_it_took() -> None:
+    costs = model(bytes_per_second=1e6)
+    stretches = [Stretch("host", 100, 10_000_000)]  # by the first guess 10 s for 0.1 s
+    assert costs.leading_stretches(stretches) == 1
+    costs.note_choice(stretches, 1)
+    assert costs.leading_stretches(stretches) == 0, "one try, not one a request while it lasts"
+    costs.observe_load("host", 10_000_000, 0.01)
+    assert costs.leading_stretches(stretches) == 1
+    measured = model()
+    measured.observe_load("host", 10_000_000, 10.0)
+    assert measured.leading_stretches(stretches) == 0
+
+
 def test_the_best_cut_of_a_run_is_found() -> None:
-    costs = model(latency_seconds=10e-3, bytes_per_second=1e9)
+    costs = tried("host", "disk", latency_seconds=10e-3, bytes_per_second=1e9)
     cheap = Stretch("host", 16, 1_000_000)  # saves 16 ms for 1 ms
     dear = Stretch("disk", 16, 100_000_000)  # saves 16 ms for 100 ms
     assert costs.leading_stretches([]) == 0
@@ -108,7 +128,7 @@ def test_the_best_cut_of_a_run_is_found() -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 64), st.integers(0, 1 << 27)), max_size=7))
 @settings(max_examples=200, deadline=None)
 def test_no_other_cut_is_quicker(runs: list[tuple[str, int, int]]) -> None:
-    costs = model(latency_seconds=5e-3, bytes_per_second=1e9)
+    costs = tried("a", "b", latency_seconds=5e-3, bytes_per_second=1e9)
     stretches = [Stretch(*run) for run in runs]
 
     def seconds(count: int) -> float:

@@ -291,12 +291,14 @@ def test_a_full_spill_queue_drops_and_counts(make_store: Callable[..., KVStore])
 def test_loading_costs_more_than_computing_recomputes(make_store: Callable[..., KVStore]) -> None:
     store = make_store(blocks=12, host_blocks=12, prefill_tokens_per_second=1e12)
     prompt = list(range(6 * B + 1))
-    run_prompt(store, "a", prompt)
-    store.preempt("a")
-    store.step()
-    store.pool.drop_all_idle()
+    reused = []
+    for name in "abc":
+        reused.append(run_prompt(store, name, prompt))
+        store.preempt(name)
+        store.step()
+        store.pool.drop_all_idle()
+    assert reused == [0, 6 * B, 0], "a tier that nobody has measured is tried once"
     assert store.lookup(prompt).tokens == 0
-    assert run_prompt(store, "b", prompt) == 0
 
 
 def test_refused_admission_starts_no_fetch(make_store: Callable[..., KVStore]) -> None:

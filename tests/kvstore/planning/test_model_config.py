@@ -89,6 +89,12 @@ def test_a_latent_is_one_group() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0; expected an integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers: got True"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers: got 1000000000000000000000000000000; expected"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers: got 100000; expected an integer in .1, 2048."),
+        ({"text_config": [1]}, "text_config: got list; expected an object"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": "a"},
+            "max_window_layers: got 'a'; expected a count",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads: got 3; expected a divisor of num_attention_heads, 4"),
         ({"num_key_value_heads": -2}, "num_key_value_heads: got -2"),
         ({"head_dim": 1.5}, "head_dim: got 1.5"),

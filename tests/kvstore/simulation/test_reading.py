@@ -64,7 +64,8 @@ def test_recorded_lines_are_put_in_order_of_arrival(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([MOONCAKE, "{broken"], "line 2: got what is no JSON"),
+        ([MOONCAKE, "{broken"], "line 2: got what is no JSON (Expecting property name"),
+        ([{**BAILIAN, "parent_chat_id": [1]}], "line 1: parent_chat_id: got [1]; expected an int"),
         ([MOONCAKE, "[1]"], "line 2: got list; expected one JSON object"),
         ([{**MOONCAKE, "timestamp": 9}, MOONCAKE], "line 2: got time 0.0 s after 0.009 s; expected requests in order"),
         ([MOONCAKE, {**MOONCAKE, "input_length": -1}], "line 2: input_length: got -1; expected an int in [0, "),
