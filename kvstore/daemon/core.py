@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from kvstore.daemon.handover import Handover
 
 
+_MISS = PLACE.pack(Place.MISS, 0, 0, 0)
+
+
 class RefusedError(Exception):
     """A request that does nothing. Becomes a Refused answer, or the connection's end."""
 
@@ -215,14 +218,16 @@ class Core:
                 if entries[place] is None and lower is not None:
                     daemon = self._daemons[self.settings.domain_of(holder.uid)]
                     waiting[place] = lower.fetch(daemon, form, hashes[place], payload_bytes[place])
-            places = b"".join(
-                PLACE.pack(Place.GRANTED, entry.segment.number, entry.offset, entry.size_bytes)
-                if entry is not None
-                else PLACE.pack(waiting.get(place, Place.MISS), 0, 0, 0)
-                for place, entry in enumerate(entries)
-            )
+            places = [
+                _MISS
+                if entry is None
+                else PLACE.pack(Place.GRANTED, entry.segment.number, entry.offset, entry.size_bytes)
+                for entry in entries
+            ]
+            for place, state in waiting.items():
+                places[place] = PLACE.pack(state, 0, 0, 0)
         self.tally.read(holder, form, len(held), sum([entry.size_bytes for entry in held]))
-        return lease, places
+        return lease, b"".join(places)
 
     def _found_below(self, form: Form, hashes: list[bytes]) -> list[LowerTier | None]:
         found: list[LowerTier | None] = [None] * len(hashes)
