@@ -148,7 +148,8 @@ def test_lower_tiers_add_hits() -> None:
     assert tiers.ttft_seconds_mean < alone.ttft_seconds_mean < alone.ttft_seconds_mean_without_cache
 
 
-def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies() -> None:
+def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allocator.eviction_learned._START_REQUESTS", 100)
     trace = generate("mixture", 400, seed=8)
     for remote_blocks, is_same in ((0, True), (20_000, False)):
         rows = [
