@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 _START_SECONDS = 10.0
@@ -41,11 +39,6 @@ class RedisServer:
                 self.close()
                 raise RuntimeError(f"{binary} did not start")
             time.sleep(0.02)
-
-    def keep_to(self, cores: Iterable[int]) -> None:
-        """Run on these cores, all threads of it."""
-        for thread in os.listdir(f"/proc/{self._process.pid}/task"):
-            os.sched_setaffinity(int(thread), cores)
 
     def stop(self) -> None:
         """From now on it answers nothing, and refuses nothing either."""

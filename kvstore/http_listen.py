@@ -44,46 +44,44 @@ def serve(app: Starlette, host: str, port: int) -> None:
 
 class _BoundedProtocol(H11Protocol):
     """uvicorn's, which waits without end for a request's head and for who does not read, and turns a new client away
-    once so many wait. Here each has its time, and the one that has waited longest gives way to a new one."""
+    once so many wait. Here each has its time, and one gives way to a new one: that which has waited longest for a head,
+    or has been answered longest where all are."""
 
     _deadline: asyncio.TimerHandle | None = None
-    _waits_since = 0.0  # while it has sent no whole head
+    _waits = True  # it has sent no whole head
+    _since = 0.0  # it does so, or is answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._begin(waits=True)
         if len(self.connections) >= _CONNECTIONS:
-            waiting = [one for one in self.connections if isinstance(one, _BoundedProtocol) and one._waits_since]
-            oldest = min(waiting, key=lambda one: one._waits_since)
+            others = [one for one in self.connections if isinstance(one, _BoundedProtocol) and one is not self]
+            oldest = min(others, key=lambda one: (not one._waits, one._since))
             oldest.connections.discard(oldest)
             oldest._cut_off()
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self._waits_since and self.cycle is not None and not self.cycle.response_complete:
-            self._waits_since = 0.0
-            self._end_in(_ANSWER_SECONDS)
+        if self._waits and self.cycle is not None and not self.cycle.response_complete:
+            self._begin(waits=False)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # which begins with the next request of a pipeline
-        if self.cycle is None or self.cycle.response_complete:
-            self._await_head()
-        else:
-            self._end_in(_ANSWER_SECONDS)
+        self._begin(waits=self.cycle is None or self.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
+        with suppress(AttributeError):  # asyncio's is a cycle through this; the daemon hardly looks for cycles
+            self.transport._read_ready_cb = None  # type: ignore[attr-defined]
 
-    def _await_head(self) -> None:
-        self._waits_since = time.monotonic()
-        self._end_in(_HEAD_SECONDS)
-
-    def _end_in(self, seconds: float) -> None:
+    def _begin(self, *, waits: bool) -> None:
+        """To wait for a head, or to answer: each has its time from now on."""
+        self._waits, self._since = waits, time.monotonic()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(seconds, self._cut_off)
+        self._deadline = self.loop.call_later(_HEAD_SECONDS if waits else _ANSWER_SECONDS, self._cut_off)
 
     def _cut_off(self) -> None:
         """At once, with all that is still to be sent: the system would go on offering that to who does not read."""

@@ -265,7 +265,7 @@ def _offer_own() -> None:
             [Implementation("cuda", _cuda_kernels_absence), Implementation("torch", cuda_absence)],
         )
     checksum = Implementation(
-        "native", partial(native_absence, "checksum", "checksum_copy", "segments_write"), native_variant
+        "native", partial(native_absence, "checksum", "checksum_copy", "segments_write_all"), native_variant
     )
     offer("checksum", "cpu", [checksum, Implementation("xxhash")])
 

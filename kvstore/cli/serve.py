@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -24,6 +26,7 @@ _PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS = 29, 1000  # who waits for that lo
 
 _OPTIONS = {"socket_path": "socket"}  # others are called as their settings
 
+_YOUNG_OBJECTS = 100
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 
 
@@ -110,12 +113,28 @@ def _steady_heap() -> None:
         mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
+def _short_pauses() -> None:
+    """Python's collector stops every thread: for 0.1 s when it looks at a large arena's copies, and for longer than
+    a lookup takes at what a flood has made. The daemon's own objects go by their reference counts, so old ones are
+    never looked at, and young ones in small portions: those of the HTTP side."""
+    gc.set_threshold(_YOUNG_OBJECTS, 5, 1 << 30)
+
+
+def _all_descriptors() -> None:
+    """As many as this process may have. Two a client and three a segment are soon more than the usual 1,024, which is
+    for select(): nothing here uses it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
     found = received(os.environ)
     notify = NotifySocket.from_environ(os.environ)
     sys.setswitchinterval(_LONGEST_HOLD_SECONDS)
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK_NANOSECONDS), 0, 0, 0)
     _steady_heap()
+    _short_pauses()
+    _all_descriptors()
     stop = threading.Event()
     reload = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

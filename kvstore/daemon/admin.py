@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
+from kvstore.daemon.dropping import clear
 from kvstore.daemon.forms import lower_root
 
 if TYPE_CHECKING:
@@ -26,20 +27,20 @@ class Admin:
         core = self._core
         with core.lock:
             arena = core.arenas.get(domain)
-            forms = [] if arena is None else [one.form for one in arena.linked() if one.key.root == root]
-        count = 0 if arena is None else core.clear(arena, list(dict.fromkeys(forms)), all_allowed=False)
-        if not forms:  # it may lie below only
-            for lower in core.lowers:
-                lower.clear({lower_root(root, domain)}, all_allowed=False)
-        return count
+        if arena is not None:
+            return clear(core, arena, {root}, all_allowed=False)
+        for lower in core.lowers:  # it may lie below only
+            lower.clear({lower_root(root, domain)}, all_allowed=False)
+        return 0
 
     def flush_all(self) -> int:
         """Drop every copy of every domain from every tier."""
         core, total = self._core, 0
         for arena in list(core.arenas.values()):
             with core.lock:
-                forms = list(dict.fromkeys(one.form for one in arena.linked()))
-            total += core.clear(arena, forms, all_allowed=True)
+                arena.note_cleared(None)
+                roots = {one.key.root for one in arena.linked()}
+            total += clear(core, arena, roots, all_allowed=True)
         for lower in core.lowers:
             if not lower.is_dropped:
                 lower.tier.clear()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MOST_RECALLS = 2  # under way at a time
 _MOST_TENANTS = 2048
+_MOST_CLEARED = 4096
 
 
 class ArenaIndex(CopyIndex[ArenaEntry]):
@@ -53,15 +54,17 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         self.segment_bytes = segment_bytes
         self.segments: dict[int, ArenaSegment] = {}
         self.tenants: dict[str, Tenant] = {}
+        self._tenants_with_copies = 0
         self.codec_bytes: Counter[str] = Counter()
         self.recently_evicted = RecentlyEvicted()
-        self.generation = 0
+        self._generation = self._all_cleared = 0
+        self._cleared: dict[bytes, int] = {}  # root -> when
         self._take_segment = take_segment
         self._free_segments: list[ArenaSegment] = []
         self._shelves: dict[tuple[int, int], dict[str, int]] = {}  # (holder, slot size) -> tenant -> shelf
         self._tenant_of_shelf: dict[int, Tenant] = {}
-        self._holder_of_shelf: dict[int, int] = {}
         self._next_shelf = 0
+        self._on_shelf: Counter[int] = Counter()  # copies, found or not
         self._open: dict[tuple[int, int], dict[int, ArenaSegment]] = {}  # (holder, slot size) -> with free slots
 
     @property
@@ -106,9 +109,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         self.tenants = {one.name: one for one in self.tenants.values() if one.used_bytes or one.quota_bytes}
         for by_tenant in self._shelves.values():
             for name in [name for name in by_tenant if name not in self.tenants]:
-                shelf = by_tenant.pop(name)
-                self._candidates.pop(shelf, None)
-                del self._tenant_of_shelf[shelf], self._holder_of_shelf[shelf]
+                self._forget_shelf(by_tenant.pop(name))
 
     def touch(self, entry: ArenaEntry) -> None:
         super().touch(entry)
@@ -143,12 +144,27 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
     def _settle(self, entry: ArenaEntry, holder: SegmentHolder, form: Form) -> None:
         """It has its slot: count it, fenced until it is published or abandoned."""
         size, tenant = entry.slot_bytes, self.tenant(form.tenant)
-        entry.generation, entry.tenant, entry.form = self.generation, tenant, form
+        entry.generation, entry.tenant, entry.form = self._generation, tenant, form
         entry.shelf = self._shelf(holder, size, tenant)
         entry.segment.entries.add(entry)
+        self._on_shelf[entry.shelf] += 1
         self.occupy(entry)
+        self._tenants_with_copies += not tenant.used_bytes
         tenant.used_bytes += size
         self.codec_bytes[entry.key.codec] += size
+
+    def note_cleared(self, roots: set[bytes] | None) -> None:
+        """What is being written or fetched of these roots (None: of all) comes too late; see is_void."""
+        self._generation += 1
+        if roots is None or len(self._cleared) + len(roots) > _MOST_CLEARED:
+            self._all_cleared = self._generation
+            self._cleared.clear()
+        else:
+            self._cleared.update(dict.fromkeys(roots, self._generation))
+
+    def is_void(self, entry: ArenaEntry) -> bool:
+        """Whether its root was cleared since its slot was reserved."""
+        return entry.generation < max(self._all_cleared, self._cleared.get(entry.key.root, 0))
 
     # taken over from an earlier daemon -------------------------------------------------------------------------------
 
@@ -200,7 +216,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         """Of the holder's slots of this size: the oldest of who is over its share or asks itself, else the oldest."""
         shelves = self._shelves.get((holder.number, size), {}).values()
         found = [entry for shelf in shelves if (entry := self._oldest(shelf)) is not None]
-        share = self.held_bytes / max(1, sum(one.used_bytes > 0 for one in self.tenants.values()))
+        share = self.held_bytes / max(1, self._tenants_with_copies)
         ours = [one for one in found if one.tenant is tenant or one.tenant.used_bytes > share]
         return min(ours or found, key=lambda entry: entry.tick, default=None)
 
@@ -303,11 +319,13 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
     def _free(self, entry: ArenaEntry) -> None:
         self.used_bytes -= entry.slot_bytes
         entry.tenant.used_bytes -= entry.slot_bytes
+        self._tenants_with_copies -= not entry.tenant.used_bytes
         self.codec_bytes[entry.key.codec] -= entry.slot_bytes
         if not self.codec_bytes[entry.key.codec]:
             del self.codec_bytes[entry.key.codec]  # clients name them
         segment = entry.segment
         segment.entries.remove(entry)
+        self._on_shelf[entry.shelf] -= 1
         segment.free_offsets.append(entry.offset)
         if segment.holder is None:
             self._free_if_empty(segment)
@@ -322,8 +340,13 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         if shelf is None:
             shelf = by_tenant[tenant.name] = self._next_shelf
             self._next_shelf += 1
-            self._tenant_of_shelf[shelf], self._holder_of_shelf[shelf] = tenant, holder.number
+            self._tenant_of_shelf[shelf] = tenant
         return shelf
+
+    def _forget_shelf(self, shelf: int) -> None:
+        self._candidates.pop(shelf, None)
+        self._on_shelf.pop(shelf, None)
+        del self._tenant_of_shelf[shelf]
 
     def requeue(self, entry: ArenaEntry) -> None:
         if entry.is_queued or not entry.may_go:
@@ -347,13 +370,9 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
             if number in alive:
                 continue
             for name, shelf in list(by_tenant.items()):
-                heap = [item for item in self._candidates.get(shelf, []) if item[2].is_linked]
-                if heap:
-                    heapq.heapify(heap)
-                    self._candidates[shelf] = heap
-                elif not any(entry.shelf == shelf for one in self.segments.values() for entry in one.entries):
-                    self._candidates.pop(shelf, None)
-                    del by_tenant[name], self._tenant_of_shelf[shelf], self._holder_of_shelf[shelf]
+                if not self._on_shelf[shelf]:
+                    del by_tenant[name]
+                    self._forget_shelf(shelf)
             if not by_tenant:
                 del self._shelves[number, size]
 
@@ -362,10 +381,12 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
     def check(self) -> None:
         """IntegrityError names the first broken rule."""
         held = [entry for segment in self.segments.values() for entry in segment.entries]
+        tenants = self.tenants.values()
         rules = (
             ("every copy found has a slot", set(self.linked()) <= set(held)),
             ("used bytes are the held slots", sum(entry.slot_bytes for entry in held) == self.used_bytes),
-            ("tenants share the used bytes", sum(one.used_bytes for one in self.tenants.values()) == self.used_bytes),
+            ("tenants share the used bytes", sum(one.used_bytes for one in tenants) == self.used_bytes),
+            ("tenants are counted", self._tenants_with_copies == sum(one.used_bytes > 0 for one in tenants)),
             ("used bytes fit the segments", self.used_bytes <= self.held_bytes),
             (
                 "slots of a segment do not meet",
@@ -376,6 +397,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
                 ),
             ),
             ("free segments are empty", all(not one.entries and one.holder is None for one in self._free_segments)),
+            ("shelves are counted", Counter(entry.shelf for entry in held) == +self._on_shelf),
             ("codecs share the used bytes", sum(self.codec_bytes.values()) == self.used_bytes),
         )
         broken = [name for name, holds in rules if not holds] + self.broken_rules()

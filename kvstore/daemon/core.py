@@ -20,7 +20,7 @@ from kvstore.daemon.arena import ArenaIndex
 from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
-from kvstore.daemon.lower import LowerTier, taken_out
+from kvstore.daemon.lower import LowerTier
 from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
 from kvstore.daemon.segment_pool import MAKING_SECONDS, SegmentPool
 from kvstore.daemon.segments import SegmentMemory
@@ -30,7 +30,6 @@ from kvstore.daemon.spilling import Spilling
 from kvstore.daemon.tally import Tally
 from kvstore.daemon.tell_tale import TellTales
 from kvstore.events import Event, EventStream
-from kvstore.frame.parsing import FrameFault
 from kvstore.tier import Tier
 
 if TYPE_CHECKING:
@@ -274,21 +273,23 @@ class Core:
                     places.append(PLACE.pack(Place.GRANTED, entry.segment.number, entry.offset, lease))
         if len(self.arenas) > 1 and (refused or arena.counts["evicted"] > evicted):
             self._shed_for(arena)
-        self._prepare.set()
+        if self.pool.is_short:
+            self._prepare.set()
         return b"".join(places)
 
     def publish(self, holder: Holder, leases: Sequence[int]) -> bytes:
-        arena, flags = holder.arena, bytearray()
+        flags, published = bytearray(), []
         with self.lock:
             for number in leases:
                 is_ours = number in holder.writes
                 entry = self.book.publish(holder, number)
                 flags.append(entry is not None)
                 if entry is not None:
-                    self.tally.stored(entry.size_bytes)
-                    self.spilling.note_use(arena, [entry])
+                    published.append(entry)
                 elif not is_ours:
                     self.counts["refused_stale"] += 1
+            self.tally.stored(sum([entry.size_bytes for entry in published]))
+            self.spilling.note_use(holder.arena, published)
         return bytes(flags)
 
     def abandon(self, holder: Holder, leases: Sequence[int]) -> int:
@@ -302,56 +303,6 @@ class Core:
             for entry in used:
                 holder.arena.touch(entry)
             self.spilling.note_use(holder.arena, used)
-
-    # drop ------------------------------------------------------------------------------------------------------------
-
-    def delete(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> int:
-        gone: set[bytes] = set()
-        with self.lock:
-            for hash in dict.fromkeys(hashes):
-                entry = holder.arena.find(form.key(hash))
-                if entry is not None and not entry.pin_count:
-                    holder.arena.unlink(entry)
-                    gone.add(hash)
-        unpinned = [hash for hash in dict.fromkeys(hashes) if holder.arena.find(form.key(hash)) is None]
-        for lower in self.lowers:
-            there = [hash for hash, flag in zip(unpinned, lower.presence(form, unpinned), strict=True) if flag == 1]
-            lower.delete(form, unpinned)
-            gone.update(there)
-        return len(gone)
-
-    def clear(self, arena: ArenaIndex, forms: Sequence[Form], *, all_allowed: bool) -> int:
-        """Drop every copy of these forms' roots; how many went from the arena. TierError: some below may be left."""
-        roots = {form.template.root for form in forms}
-        with self.lock:
-            arena.generation += 1  # what is being written or fetched now comes too late
-            families = [family for name, family in arena.families.items() if name[0] in roots]
-            entries = [entry for family in families for entry in family.values()]
-            for entry in entries:
-                arena.unlink(entry)
-        lower_roots = {form.lower_template.root for form in forms}
-        for lower in self.lowers:
-            lower.clear(lower_roots, all_allowed=all_allowed)
-        return len(entries)
-
-    def suspect(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> None:
-        """Copies that a reader found wrong: what does not check out here either goes."""
-        for hash in hashes:
-            with self.lock:
-                entry = holder.arena.find(form.key(hash))
-                if entry is not None:
-                    entry.reader_count += 1
-            if entry is None:
-                continue
-            found = taken_out(entry, checks=self.settings.checks(form.domain))
-            with self.lock:
-                if isinstance(found, FrameFault):
-                    self.counts[f"corrupt_{found}"] += 1
-                    if entry.is_linked:
-                        holder.arena.unlink(entry)
-                else:
-                    self.counts["suspect_but_whole"] += 1
-                holder.arena.end_read(entry)
 
     # pins ------------------------------------------------------------------------------------------------------------
 
@@ -378,7 +329,14 @@ class Core:
                     raise RefusedError(Cause.SEGMENT, f"segment {number} is not there, or not leased to this client")
                 found.append(segment)
             own = [one.memory.write_fd if writable else one.memory.read_fd for one in found]
-            return [self.settings.segment_bytes] * len(found), [os.dup(one) for one in own]
+            copies: list[int] = []
+            try:
+                copies.extend(map(os.dup, own))
+            except OSError as error:
+                for descriptor in copies:
+                    os.close(descriptor)
+                raise RefusedError(Cause.SEGMENT, f"no descriptor is free ({error.strerror})") from None
+            return [self.settings.segment_bytes] * len(found), copies
 
     def give_back(self, holder: Holder, numbers: Sequence[int]) -> None:
         with self.lock:

@@ -88,7 +88,7 @@ class LeaseBook:
         if lease is None:
             return None
         arena, entry = holder.arena, lease.entry
-        if lease.is_quarantined or entry.generation != arena.generation:
+        if lease.is_quarantined or arena.is_void(entry):
             arena.abandon(entry)
             return None
         twin = arena.twin(entry)

@@ -8,6 +8,7 @@ own connection; it inherits neither socket nor mappings.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -216,14 +217,19 @@ class Link:
 
         try:
             answer = self._call(lambda seq: protocol.Map(seq, numbers, writable), protocol.Segments, receive)
-            if not len(answer.sizes) == len(received) == len(numbers):
+            if len(answer.sizes) != len(numbers) or len(received) > len(numbers):
                 self._drop("unexpected_answer")
                 raise LinkDownError
+            if len(received) < len(numbers):  # this process may have no more
+                raise OSError(errno.EMFILE, "descriptors are missing")
             make = map_for_writing if writable else map_for_reading
             known = self._writable if writable else self._readable
             for number, descriptor, size in zip(numbers, received, answer.sizes, strict=True):
                 known[number] = make(descriptor, size)
-        except (OSError, TierError) as error:
+        except OSError as error:  # a shortage here: the connection is as good as it was
+            self.counts["map_failed"] += 1
+            raise LinkDownError from error
+        except TierError as error:
             self._drop("map_failed")
             raise LinkDownError from error
         finally:

@@ -55,7 +55,6 @@ def taken_out(entry: ArenaEntry, out: ByteRow | None = None, *, checks: bool = T
 class _Fetch:
     arena: ArenaIndex
     entry: ArenaEntry
-    number: int
 
 
 class LowerTier:
@@ -129,7 +128,7 @@ class LowerTier:
                 return Place.PENDING  # there will be room when a client has returned a segment
             self.counts["fetches_without_room"] += 1
             return Place.MISS
-        fetch = _Fetch(arena, entry, arena.generation)
+        fetch = _Fetch(arena, entry)
         self._fetching[id(arena), key] = fetch
         self._wanted.append(fetch)
         self._wake.set()
@@ -320,7 +319,7 @@ class LowerTier:
             self._fetching.pop((id(arena), entry.key), None)
             self.counts["fetched" if result is ResultCode.OK else f"fetch_{result}"] += 1
             self.counts["fetched_bytes"] += entry.size_bytes if result is ResultCode.OK else 0
-            if result is ResultCode.OK and fetch.number == arena.generation and arena.twin(entry) is None:
+            if result is ResultCode.OK and not arena.is_void(entry) and arena.twin(entry) is None:
                 entry.is_offered = True
                 arena.publish(entry)
             else:

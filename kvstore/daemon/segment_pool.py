@@ -81,6 +81,11 @@ class SegmentPool:
         """Nothing is left of the budget but what is on its way. Under the lock."""
         return self.making > 0 and self.made >= self.limit
 
+    @property
+    def is_short(self) -> bool:
+        """None is ready, and the budget has room for one."""
+        return not self.ready and self.made < self.limit
+
     def make(self) -> SegmentMemory | None:
         """The memory claimed; None when the system has none. Takes milliseconds: needs no lock."""
         try:

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import secrets
 
 import numpy as np
@@ -27,10 +28,11 @@ SEGMENT_NAME = "kvstore-segment-"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_SPARE_DESCRIPTORS = 64  # that segments leave to clients
 
 
 class SegmentMemory:
-    """One segment of the daemon's. CapacityError when the system has no room for its pages.
+    """One segment of the daemon's. CapacityError when the system has no room for its pages, or no descriptor.
 
     memory: the daemon's own view; write_fd, read_fd: what is sent to clients; name: of its own in this boot of the
     system, so that a successor finds it again.
@@ -43,13 +45,15 @@ class SegmentMemory:
         self.write_fd = self.read_fd = -1
         try:
             self.write_fd = os.memfd_create("kvstore-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            if self.write_fd + _SPARE_DESCRIPTORS > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+                raise OSError(errno.EMFILE, "the rest is for clients")
             os.ftruncate(self.write_fd, size_bytes)
             os.posix_fallocate(self.write_fd, 0, size_bytes)
             fcntl.fcntl(self.write_fd, fcntl.F_ADD_SEALS, _SEALS)
             self._open_and_map()
         except OSError as error:
             self.let_go()
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
                 raise CapacityError(size_bytes, 0, "bytes") from error
             raise
 

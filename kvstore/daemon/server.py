@@ -6,6 +6,7 @@ thread. Two daemons on one path are refused by a lock file; a socket that a dead
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvstore.event_feed import EventFeed
 
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
+_SHORT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _BACKLOG = 128
 _TICK_SECONDS = 0.05
 _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
@@ -163,7 +165,8 @@ class Daemon:
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LISTEN_BUFFER_BYTES)
             session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), self._sharers)
-        except OSError:
+        except OSError as error:
+            self._count(f"accept_failed_{error.errno}")
             sock.close()
             return
         thread = threading.Thread(target=self._serve, args=(session,), name="kvstore-client", daemon=True)
@@ -286,14 +289,27 @@ def own_tiers(settings: DaemonSettings, specs: SpecSource) -> list[Tier]:
 
 
 def _pid_fd(sock: socket.socket, pid: int) -> int:
-    """The peer as a descriptor that cannot come to mean another process; -1 where there is none."""
+    """The peer as a descriptor that cannot come to mean another process; -1 where there is none. OSError when none is
+    free: who is let in without one would be taken for dead when its connection ends."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _PEER_PID_FD)
-    except OSError:
-        try:
-            return os.pidfd_open(pid) if pid > 0 else -1
-        except OSError:
-            return -1
+    except OSError as error:
+        if error.errno in _SHORT_OF_DESCRIPTORS:
+            raise
+        if error.errno != errno.ENOPROTOOPT or pid <= 0:
+            return -1  # it is dead already: its number may be another's by now
+    try:
+        found = os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in _SHORT_OF_DESCRIPTORS:
+            raise
+        return -1
+    poller = select.poll()
+    poller.register(sock, select.POLLRDHUP)
+    if poller.poll(0):  # died meanwhile, so this may be another one
+        os.close(found)
+        return -1
+    return found
 
 
 def _dead_of(pid_fds: Sequence[int]) -> list[int]:

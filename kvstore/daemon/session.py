@@ -7,18 +7,21 @@ client that does not read its answers blocks only this thread, and not for longe
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from allocator.errors import TierError, UsageError
 from kvstore.copy_key import CopyKey
-from kvstore.daemon import protocol
+from kvstore.daemon import dropping, protocol
 from kvstore.daemon.core import Core, RefusedError
 from kvstore.daemon.forms import Form
 from kvstore.daemon.protocol import Cause, split_hashes
@@ -61,28 +64,6 @@ class Session:
         self._said_goodbye = False
         self._tokens = 1.0
         self._refilled = time.monotonic()
-        self._handlers: dict[type[protocol.Request], Callable[[Any], protocol.Answer | None]] = {
-            protocol.Form: self._form,
-            protocol.Run: self._run,
-            protocol.Contains: self._contains,
-            protocol.Acquire: self._acquire,
-            protocol.Release: self._release,
-            protocol.Reserve: self._reserve,
-            protocol.Publish: self._publish,
-            protocol.Abandon: self._abandon,
-            protocol.Touch: self._touch,
-            protocol.Delete: self._delete,
-            protocol.Clear: self._clear,
-            protocol.Pin: self._pin,
-            protocol.Unpin: self._unpin,
-            protocol.Suspect: self._suspect,
-            protocol.Map: self._map,
-            protocol.Return: self._return,
-            protocol.Ping: self._ping,
-            protocol.Disown: self._disown,
-            protocol.Speed: self._speed,
-            protocol.Epoch: self._epoch,
-        }
 
     @property
     def spent(self) -> float:
@@ -148,7 +129,7 @@ class Session:
         self._tokens -= 1
         if self._tokens < 0:
             self._wait_for_tokens()
-        handler = self._handlers.get(type(message))
+        handler = _HANDLERS.get(type(message))
         if handler is None:
             if isinstance(message, protocol.Goodbye):
                 self._said_goodbye = True
@@ -157,7 +138,7 @@ class Session:
             return False
         try:
             is_short = length <= _SHORT_BYTES and isinstance(message, protocol.Run)
-            answer = handler(message) if is_short else self._charged(handler, message)
+            answer = handler(self, message) if is_short else self._charged(handler, message)
         except RefusedError as refused:
             self._refuse(message.seq, refused)
             return not refused.is_fatal
@@ -168,11 +149,11 @@ class Session:
             self._send(answer)
         return True
 
-    def _charged(self, handler: Callable[[Any], protocol.Answer | None], message: protocol.Request) -> Any:
+    def _charged(self, handler: _Handler, message: protocol.Request) -> Any:
         """What it costs counts against the rate, so that few long requests are no cheaper than many short ones."""
         started = time.thread_time()
         try:
-            return handler(message)
+            return handler(self, message)
         finally:
             cost = (time.thread_time() - started) / _REQUEST_SECONDS
             self._costs += cost
@@ -295,12 +276,13 @@ class Session:
         self._core.touch(*self._named(message.form), self._hashes(message.hashes))
 
     def _delete(self, message: protocol.Delete) -> protocol.Answer:
-        count = self._core.delete(*self._named(message.form), self._hashes(message.hashes))
+        count = dropping.delete(self._core, *self._named(message.form), self._hashes(message.hashes))
         return protocol.Count(message.seq, count)
 
     def _clear(self, message: protocol.Clear) -> protocol.Answer:
         is_owner = self.uid == os.geteuid()
-        count = self._core.clear(self._own.arena, list(self._forms.values()), all_allowed=is_owner)
+        roots = {form.template.root for form in self._forms.values()}
+        count = dropping.clear(self._core, self._own.arena, roots, all_allowed=is_owner)
         return protocol.Count(message.seq, count)
 
     def _pin(self, message: protocol.Pin) -> protocol.Answer:
@@ -312,12 +294,18 @@ class Session:
         return protocol.Count(message.seq, 0)
 
     def _suspect(self, message: protocol.Suspect) -> None:
-        self._core.suspect(*self._named(message.form), self._hashes(message.hashes))
+        dropping.suspect(self._core, *self._named(message.form), self._hashes(message.hashes))
 
     def _map(self, message: protocol.Map) -> None:
+        if _unread_bytes(self._sock) or len(set(message.segments)) < len(message.segments):
+            raise RefusedError(Cause.SEGMENT, "expected each once, and that what was sent before has been read")
         sizes, descriptors = self._core.descriptors(self._own, message.segments, writable=message.writable)
         try:
             socket.send_fds(self._sock, [protocol.encode(protocol.Segments(message.seq, sizes))], descriptors)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            raise RefusedError(Cause.SEGMENT, "too many descriptors are on their way") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -343,6 +331,38 @@ class Session:
             self.refused_count += count
             with self._core.lock:
                 self._core.counts["refused_stale"] += count
+
+
+_Handler: TypeAlias = Callable[[Session, Any], protocol.Answer | None]
+_HANDLERS: dict[type[protocol.Request], _Handler] = {
+    protocol.Form: Session._form,
+    protocol.Run: Session._run,
+    protocol.Contains: Session._contains,
+    protocol.Acquire: Session._acquire,
+    protocol.Release: Session._release,
+    protocol.Reserve: Session._reserve,
+    protocol.Publish: Session._publish,
+    protocol.Abandon: Session._abandon,
+    protocol.Touch: Session._touch,
+    protocol.Delete: Session._delete,
+    protocol.Clear: Session._clear,
+    protocol.Pin: Session._pin,
+    protocol.Unpin: Session._unpin,
+    protocol.Suspect: Session._suspect,
+    protocol.Map: Session._map,
+    protocol.Return: Session._return,
+    protocol.Ping: Session._ping,
+    protocol.Disown: Session._disown,
+    protocol.Speed: Session._speed,
+    protocol.Epoch: Session._epoch,
+}
+"""Of the class: a session that held methods of its own would be a cycle, and wait for the collector."""
+
+
+def _unread_bytes(sock: socket.socket) -> int:
+    """What the peer has not read. Descriptors in it count against the daemon's user, who may have so many on their way
+    in all: a client that let them lie would keep others from getting theirs."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def has_died(pid_fd: int) -> bool:

@@ -67,6 +67,7 @@ class ArenaSegment:
     """A segment and its slots. `number` is never used twice; holder None: nobody may write."""
 
     __slots__ = (
+        "_stays",
         "entries",
         "free_offsets",
         "holder",
@@ -88,6 +89,7 @@ class ArenaSegment:
         self.entries: set[ArenaEntry] = set()
         self.newest_tick = 0
         self.is_recalled = False
+        self._stays: ArenaEntry | None = None  # one that was seen not to be able to go
 
     @property
     def needs_recall(self) -> bool:
@@ -96,7 +98,12 @@ class ArenaSegment:
 
     @property
     def may_be_emptied(self) -> bool:
-        return not self.is_recalled and all(entry.is_linked and not entry.is_fenced for entry in self.entries)
+        """Asked for every copy that is stored in a full arena, so what has stood in the way is looked at first."""
+        if self.is_recalled:
+            return False
+        if self._stays is None or self._stays.may_be_dropped or self._stays not in self.entries:
+            self._stays = next((entry for entry in self.entries if not entry.may_be_dropped), None)
+        return self._stays is None
 
 
 class ArenaEntry(CopyEntry):
@@ -117,6 +124,11 @@ class ArenaEntry(CopyEntry):
         self.shelf = 0
         self.form: Form
         self.tenant: Tenant
+
+    @property
+    def may_be_dropped(self) -> bool:
+        """With all of its segment, whatever hangs on it."""
+        return self.is_linked and not self.reader_count and not self.pin_count
 
     @property
     def memory(self) -> ByteRow:

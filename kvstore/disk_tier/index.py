@@ -20,7 +20,6 @@ from kvstore.disk_tier.layout import (
     PAGE_BYTES,
     VALUE_BYTES,
     class_bytes,
-    key_digest,
     value_charge_bytes,
     value_pieces,
 )
@@ -50,10 +49,17 @@ class DiskEntry(CopyEntry):
     __slots__ = ("digest", "frame_bytes", "generation", "slot")
 
     def __init__(
-        self, key: CopyKey, parent: bytes | None, size_bytes: int, slot_bytes: int, slot: int | None, frame_bytes: int
+        self,
+        key: CopyKey,
+        parent: bytes | None,
+        size_bytes: int,
+        slot_bytes: int,
+        slot: int | None,
+        frame_bytes: int,
+        digest: bytes,
     ) -> None:
         super().__init__(key, parent, size_bytes, slot_bytes)
-        self.digest = key_digest(key)
+        self.digest = digest
         self.frame_bytes = frame_bytes
         self.slot = slot
         self.generation = 0
@@ -136,9 +142,11 @@ class DiskIndex(CopyIndex[DiskEntry]):
         return class_bytes(frame_bytes)
 
     def reserve(
-        self, batch: Batch, key: CopyKey, size_bytes: int, parent: bytes | None, frame_bytes: int
+        self, batch: Batch, key: CopyKey, size_bytes: int, parent: bytes | None, frame_bytes: int, digest: bytes
     ) -> DiskEntry | None:
-        """Room for a copy about to be written, evicting as needed; None: all that could go is fenced."""
+        """Room for a copy about to be written, evicting as needed; None: all that could go is fenced. digest: its
+        key's, see layout.key_digest.
+        """
         slot_bytes = self.slot_bytes(size_bytes, frame_bytes)
         inline = size_bytes <= INLINE_MOST_BYTES
         pages = _PAGES_A_COPY + (value_pieces(frame_bytes) if inline else 0)
@@ -166,7 +174,7 @@ class DiskIndex(CopyIndex[DiskEntry]):
             slot = self.slots.grow(batch.plan, slot_bytes, spare)
             spare = 0
         batch.spare_bytes = spare
-        entry = DiskEntry(key, parent, size_bytes, slot_bytes, slot, frame_bytes)
+        entry = DiskEntry(key, parent, size_bytes, slot_bytes, slot, frame_bytes, digest)
         self.last_generation += 1
         entry.generation = self.last_generation
         self.occupy(entry)

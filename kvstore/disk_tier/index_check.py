@@ -105,12 +105,13 @@ class _Walk:
         self._page_bytes = page_bytes
         last_at = _TABLES_AT + 2 * _TABLE.size
         metas = [os.pread(self._fd, last_at + _LAST.size, number * page_bytes) for number in range(_META_PAGES)]
-        found = [
-            (*_LAST.unpack_from(meta, last_at)[::-1], meta)
+        usable = [
+            meta
             for meta in metas
             if len(meta) == last_at + _LAST.size and _META.unpack_from(meta)[4:6] == (magic, version)
         ]
-        number, last, meta = max(found)
+        meta = max(usable, key=lambda meta: meta[last_at + _NUMBER.size :][::-1])  # of the highest transaction
+        last, number = _LAST.unpack_from(meta, last_at)
         if transaction is not None and number != transaction:
             raise LookupError(f"transaction {transaction} was asked for, {number} is there")
         if (last + 1) * page_bytes > self._file_bytes:
@@ -210,7 +211,7 @@ class _Walk:
 
     def _check_free(self, table: tuple[int, ...]) -> None:
         """Pages that may be written over are none that are used, and each is named once. After all trees."""
-        listed = []
+        listed: list[int] = []
         for node in self._tree(_FREE, table, with_values=True):
             if len(node.key) != _NUMBER.size or node.value_bytes % _NUMBER.size or node.value_bytes < _NUMBER.size:
                 raise _DamageError(f"{_FREE}: an entry that is no list")

@@ -9,6 +9,7 @@ import hashlib
 import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
@@ -127,8 +128,13 @@ def parse_record(digest: bytes, row: bytes) -> DiskRecord | None:
 
 
 def key_digest(key: CopyKey) -> bytes:
-    """The name of a copy in the index: BLAKE2b, 32 bytes, of the key's canonical bytes."""
-    return hashlib.blake2b(key.to_bytes(), digest_size=32).digest()
+    """The name of a copy in the index, see digest_of."""
+    return digest_of(key.to_bytes())
+
+
+def digest_of(key: bytes) -> bytes:
+    """The name of a copy in the index: BLAKE2b, 32 bytes, of its key's canonical bytes."""
+    return hashlib.blake2b(key, digest_size=32).digest()
 
 
 def parse_key(row: bytes) -> CopyKey | None:
@@ -145,6 +151,7 @@ def parse_key(row: bytes) -> CopyKey | None:
         return None
 
 
+@lru_cache(maxsize=1024)
 def class_bytes(frame_bytes: int) -> int:
     """The slot size for a frame: a multiple of a page, in steps of at most a 64th."""
     step = max(PAGE_BYTES, 1 << max(0, frame_bytes.bit_length() - 1) >> _CLASS_STEP_BITS)

@@ -126,7 +126,13 @@ def recover(catalog: DiskCatalog, index: DiskIndex, slots: SlotFiles, directory:
             slots.give_back(record.slot_bytes, record.slot)
             continue
         entry = DiskEntry(
-            record.key, record.parent, record.payload_bytes, record.slot_bytes, record.slot, record.frame_bytes
+            record.key,
+            record.parent,
+            record.payload_bytes,
+            record.slot_bytes,
+            record.slot,
+            record.frame_bytes,
+            key_digest(record.key),
         )
         index._tick = max(index._tick, tick)
         index.restore(entry, record.generation)

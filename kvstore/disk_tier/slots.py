@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.disk_tier.layout import PAGE_BYTES, slot_file_bytes, slot_file_name
-from kvstore.tier import ByteRow
-from quant.native.summed_file import Sums, read_part, read_summed, write_summed
+from kvstore.tier import ByteRow, Job
+from quant.native.summed_file import Sums, Write, read_part, read_summed
 
 _GROW_SLOTS, _GROW_BYTES = 16, 16 << 20
 _KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
@@ -249,10 +249,9 @@ class SlotFiles:
 
     # frames ----------------------------------------------------------------------------------------------------------
 
-    def write_frame(self, slot: int, size: int, head: bytearray, sums: Sums, rows: list[ByteRow]) -> None:
-        """Write a frame to a slot of `size` bytes, to the end of its last page; fills in the head's sums, head last."""
-        rest_bytes = -(len(head) + sum([row.nbytes for row in rows])) % PAGE_BYTES
-        write_summed(self._fd(size), slot * size, head, sums, rows, rest_bytes)
+    def frame_write(self, slot: int, size: int, head: bytearray, sums: Sums, job: Job) -> Write:
+        """Of a job's frame to a slot of `size` bytes, to the end of its last page; see write_all_summed."""
+        return self._fd(size), slot * size, head, sums, job.rows, -(len(head) + job.size_bytes) % PAGE_BYTES
 
     def read_rows(self, slot: int, size: int, head: bytearray, sums: Sums, rows: list[ByteRow]) -> bytes | None:
         """Read a frame's payload into rows and fill the sums into the head. None: that head lies there; else what does,

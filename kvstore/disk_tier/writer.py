@@ -23,12 +23,13 @@ from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.disk_tier.catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
 from kvstore.disk_tier.index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
-from kvstore.disk_tier.layout import BALLAST_NAME, record_bytes
+from kvstore.disk_tier.layout import BALLAST_NAME, digest_of, record_bytes
 from kvstore.disk_tier.lock import DirectoryLock, InspectionLock
 from kvstore.disk_tier.slots import SlotFiles
 from kvstore.frame.heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame.specs import SpecSource
 from kvstore.tier import Job, ResultCode, Transfer
+from quant.native.summed_file import write_all_summed
 
 _RECENCY_A_COMMIT = 256
 _MOST_WAITING_PAGES = 64
@@ -55,6 +56,7 @@ class _Fresh(NamedTuple):
     entry: DiskEntry
     form: FrameHead
     packed: bytes | None
+    key: bytes  # canonical
 
 
 class DiskWriter:
@@ -102,11 +104,9 @@ class DiskWriter:
                         if isinstance(found, _Fresh):
                             fresh.append(found)
             self._make_room(batch)
-            for one in fresh:
-                if transfer.cancelled:
-                    break
-                self._write_slot(one)
-                written.append(one)
+            if not transfer.cancelled:
+                self._write_slots(fresh)
+                written = fresh
             self._publish(written)
         except Exception as error:  # counted by cause: the reservations must go back whatever went wrong
             failure = self._put_failed(error)
@@ -140,10 +140,11 @@ class DiskWriter:
         frame_bytes = form.frame_bytes if packed is None else len(packed)
         if not self._index.fits(job.size_bytes, frame_bytes):
             return ResultCode.TOO_LARGE
-        entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes)
+        key = job.key.to_bytes()
+        entry = self._index.reserve(batch, job.key, job.size_bytes, job.parent, frame_bytes, digest_of(key))
         if entry is None and self._index.other_readers:  # freed pages cannot be used while an old state is read
             self._index.counts["reader_holds_room"] += 1
-        return _Fresh(job, entry, form, packed) if entry is not None else ResultCode.FULL
+        return _Fresh(job, entry, form, packed, key) if entry is not None else ResultCode.FULL
 
     def _make_room(self, batch: Batch) -> None:
         """Before any slot is written: copies that went are out of the index file, and the files have their room."""
@@ -180,21 +181,24 @@ class DiskWriter:
             return one.form.of(job.key.hash)
         return signed_head(self._specs(job.key, job.size_bytes), job.rows, self._secret)
 
-    def _write_slot(self, one: _Fresh) -> None:
-        entry = one.entry
-        if entry.slot is not None:
+    def _write_slots(self, fresh: Sequence[_Fresh]) -> None:
+        """What does not lie in the index. OSError: none of it counts."""
+        writes = []
+        for one in fresh:
+            entry = one.entry
+            if entry.slot is None:
+                continue
             if one.packed is not None:
                 self._slots.write_whole(entry.slot, one.packed, entry.slot_bytes)
             else:
-                rows = one.job.rows
-                self._slots.write_frame(entry.slot, entry.slot_bytes, self._head(one), one.form.sums, rows)
-            if self._sync == "always":
-                self._slots.sync({entry.slot_bytes})
+                head = self._head(one)
+                writes.append(self._slots.frame_write(entry.slot, entry.slot_bytes, head, one.form.sums, one.job))
+        write_all_summed(writes)
 
     def _publish(self, written: Sequence[_Fresh]) -> None:
         if not written:
             return
-        if self._sync == "batch":
+        if self._sync != "none":
             self._slots.sync({one.entry.slot_bytes for one in written if one.entry.slot is not None})
         with self._lock:
             tick = self._index.tick
@@ -209,9 +213,9 @@ class DiskWriter:
                 self._index.dirty.pop(one.entry.generation, None)
 
     def _addition(self, one: _Fresh, tick: int, written_at: int) -> Addition:
-        job, entry, form, value = one
+        job, entry, form, value, key = one
         place = (job.size_bytes, entry.frame_bytes, entry.slot_bytes, entry.slot)
-        record = record_bytes(job.key.to_bytes(), job.parent, place, entry.generation, tick, written_at)
+        record = record_bytes(key, job.parent, place, entry.generation, tick, written_at)
         if entry.slot is None and value is None:
             head = form.filled(job.key.hash, job.rows)
             if self._secret is not None:

@@ -21,6 +21,8 @@ from quant.native.checksum import CHECKSUM_BYTES, OPERATION, Checksum, checksum
 Buffer: TypeAlias = Any
 Sums: TypeAlias = tuple[tuple[int, int], ...]
 """(place in the head, bytes of the rows) of each sum, in order; together they are all of the rows."""
+Write: TypeAlias = tuple[int, int, bytearray, Sums, list[Any], int]
+"""What write_summed takes."""
 _CHUNK_BYTES = 512 << 10  # summed and moved while it lies in cache; fewer would cost more calls
 _LEAST_CHUNK_BYTES = 64 << 10
 _VIEWS_MOST = 512  # a call
@@ -48,6 +50,15 @@ def write_summed(fd: int, offset: int, head: bytearray, sums: Sums, rows: list[A
             return
     state.finish()
     _write_all(fd, [memoryview(head)], offset)
+
+
+def write_all_summed(writes: list[Write]) -> None:
+    """write_summed of each, in order. Stops at the first that fails."""
+    if _is_native():
+        _native().segments_write_all(writes)
+        return
+    for one in writes:
+        write_summed(*one)
 
 
 def read_summed(fd: int, offset: int, head: bytearray, sums: Sums, rows: list[Any]) -> bytes | None:

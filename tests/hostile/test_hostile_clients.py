@@ -23,23 +23,28 @@ from kvstore.daemon.protocol import Cause
 from kvstore.daemon.server import shares
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
-from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, tier_at, until
+from tests.kvstore.daemon.kit import (
+    ROOT,
+    RawClient,
+    ServeProcess,
+    checked_daemon,
+    counts,
+    get,
+    put,
+    settings,
+    tier_at,
+    until,
+)
 
 OK = ResultCode.OK
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    daemon = Daemon(settings(tmp_path, segment_bytes=256 << 10, leases_per_client=512, clients_per_uid=24))
-    daemon.start()
-    yield daemon
-    daemon.stop()
-    for arena in daemon.core.arenas.values():
-        arena.check()
-
-
-def counts(daemon: Daemon) -> dict[str, int]:
-    return daemon.stats()["counts"]  # type: ignore[no-any-return]
+    with checked_daemon(
+        settings(tmp_path, segment_bytes=256 << 10, leases_per_client=512, clients_per_uid=24)
+    ) as daemon:
+        yield daemon
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
 import time
 from collections.abc import Iterator
@@ -10,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from kvstore.daemon import Daemon
+from kvstore.http_listen import ThreadServer
 from tests.kvstore.daemon.http_kit import Web, served
 from tests.kvstore.daemon.kit import until
 
@@ -85,6 +92,41 @@ def test_who_does_not_read_is_cut_off(web: tuple[Daemon, Web], monkeypatch: pyte
                 deaf.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
     deaf.close()
     assert client.ask("GET", "/healthz")[0] == 200
+
+
+def test_a_connection_leaves_no_cycle_behind(web: tuple[Daemon, Web]) -> None:
+    """The daemon looks for cycles among the youngest objects only."""
+    _, client = web
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            assert client.ask("GET", "/metrics")[0] == 200
+        until(lambda: not [one for one in gc.get_objects() if type(one).__name__ == "_SelectorSocketTransport"])
+    finally:
+        gc.enable()
+
+
+def test_slow_answers_take_nobodys_place() -> None:
+    """Found here: 64 that were long under way kept everybody out until the first was done, or its minute over."""
+
+    async def slow(_: Request) -> Response:
+        await asyncio.sleep(60)
+        return Response("late")
+
+    app = Starlette(routes=[Route("/slow", slow), Route("/quick", lambda _: Response("now"))])
+    server = ThreadServer(app, "127.0.0.1", 0)
+    client = Web(server.url)
+    waiting = [connected(client) for _ in range(80)]
+    for one in waiting:
+        with suppress(OSError):  # it gave way already
+            one.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    until(lambda: sum(map(is_ended, waiting)) >= 16, what="the longest under way give way")
+    for _ in range(5):
+        assert client.ask("GET", "/quick")[::2] == (200, b"now")
+    for one in waiting:
+        one.close()
+    server.close()
 
 
 def test_a_pipeline_is_answered_in_order_and_one_at_a_time(web: tuple[Daemon, Web]) -> None:

@@ -242,6 +242,22 @@ static PyObject *segments_write(PyObject *self, PyObject *const *arguments, Py_s
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
+/* Many of them, with no step of Python's in between: what it needs would have left the cache each time. */
+static PyObject *segments_write_all(PyObject *self, PyObject *writes) {
+    if (!PyList_CheckExact(writes)) return PyErr_SetString(PyExc_TypeError, "writes: expected a list of tuples"), NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(writes); i++) {
+        PyObject *one = PyList_GetItem(writes, i), *arguments[6] = {NULL};
+        const Py_ssize_t count = PyTuple_Check(one) ? PyTuple_Size(one) : 0;
+        for (Py_ssize_t at = 0; at < count && at < 6; at++) arguments[at] = PyTuple_GetItem(one, at);
+        Py_INCREF(one);
+        PyObject *done = segments_write(self, arguments, count);
+        Py_DECREF(one);
+        if (!done) return NULL;
+        Py_DECREF(done);
+    }
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *segments_read(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     (void)self;
     if (count != 5) {
@@ -274,6 +290,7 @@ static PyObject *segments_read(PyObject *self, PyObject *const *arguments, Py_ss
 PyMethodDef kv_summed_methods[] = {
     {"segments_write", (PyCFunction)(void (*)(void))segments_write, METH_FASTCALL,
      "(fd, offset, head bytearray, sums ((at, bytes), ...), rows list of buffers, tail_bytes of zeros): fills in the sums, head last"},
+    {"segments_write_all", segments_write_all, METH_O, "(list of tuples of segments_write's arguments), in order"},
     {"segments_read", (PyCFunction)(void (*)(void))segments_read, METH_FASTCALL,
      "(fd, offset, head bytearray, sums ((at, bytes), ...), rows list of buffers) -> None where the file has this head with the sums of "
      "what was read, which are filled in; else the head that it has, b'' where the file ends before the rows do"},

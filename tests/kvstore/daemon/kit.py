@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def settings(directory: Path, host_bytes: int = 4 << 20, **changes: Any) -> Daem
 def tier_at(path: str | Path, *arguments: Any, **changes: Any) -> DaemonTier:
     """A client that waits for an answer as long as a loaded machine takes: past its usual deadline a put FAILs."""
     return DaemonTier(str(path), *arguments, **{"timeout_seconds": 30} | changes)
+
+
+@contextmanager
+def checked_daemon(settings: DaemonSettings) -> Iterator[Daemon]:
+    """In this process; at its end the arenas' rules must hold."""
+    daemon = Daemon(settings)
+    daemon.start()
+    yield daemon
+    daemon.stop()
+    for arena in daemon.core.arenas.values():
+        arena.check()
+
+
+def counts(daemon: Daemon) -> dict[str, int]:
+    return daemon.stats()["counts"]  # type: ignore[no-any-return]
 
 
 def put(tier: DaemonTier, keys: Sequence[CopyKey], size: int = PAYLOAD_BYTES) -> list[ResultCode]:
@@ -66,8 +82,16 @@ def until(condition: Callable[[], object], seconds: float = CEILING_SECONDS, wha
 class ServeProcess:
     """`kvstore serve` in a process of its own; all that is stored is written below, unless `environ` says otherwise."""
 
-    def __init__(self, socket_path: Path, *arguments: str, wait: bool = True, environ: dict[str, str] | None = None):
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
+    def __init__(
+        self,
+        socket_path: Path,
+        *arguments: str,
+        wait: bool = True,
+        environ: dict[str, str] | None = None,
+        under: Sequence[str] = (),
+    ) -> None:
+        """under: a command that runs it."""
+        command = [*under, sys.executable, "-m", "kvstore.cli", "serve", "--socket", str(socket_path), *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
         kept["KVSTORE_SPILL_POLICY"] = "everything"
         self.process = subprocess.Popen(

@@ -14,7 +14,7 @@ import xxhash
 
 from quant import dispatch, native
 from quant.native.checksum import OPERATION
-from quant.native.summed_file import Sums, read_part, read_summed, write_summed
+from quant.native.summed_file import Sums, read_part, read_summed, write_all_summed, write_summed
 from tests.quant.native.build_kit import ROOT, needs_extension
 
 WAYS = ["native", "xxhash"] if native.kernels is not None else ["xxhash"]
@@ -163,6 +163,36 @@ def test_a_write_that_is_cut_off_leaves_no_head(tmp_path: Path, way: str) -> Non
     command = [sys.executable, "-c", code, str(file), way]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["27 False"] * 4  # EFBIG
+
+
+@pytest.mark.usefixtures("_way")
+def test_many_are_written_in_order_up_to_one_that_fails(tmp_path: Path, fd: int) -> None:
+    heads, rows = [head_of(number) for number in range(4)], [pieces([70_000 + number]) for number in range(4)]
+    writes = [
+        (fd, 100_000 * number, heads[number], one_sum(70_000 + number), rows[number], number) for number in range(4)
+    ]
+    write_all_summed(writes)
+    for number in range(4):
+        own, found = head_of(number), bytearray(70_000 + number)
+        assert read_summed(fd, 100_000 * number, own, one_sum(len(found)), [found]) is None
+        assert (own, found) == (heads[number], rows[number][0])
+    os.ftruncate(fd, 0)
+    readonly = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            write_all_summed([writes[0], (readonly, *writes[1][1:]), writes[2]])
+    finally:
+        os.close(readonly)
+    assert os.fstat(fd).st_size == HEAD_BYTES + 70_000
+    write_all_summed([])
+
+
+@needs_extension
+def test_misuse_of_many_is_refused(fd: int) -> None:
+    write_all = native.kernels.segments_write_all
+    for bad in ((), [b""], [(fd,)], [(fd, 0, head_of(1), one_sum(1), [b"x"], 0, 0)], None):
+        with pytest.raises(TypeError, match="expected"):
+            write_all(bad)
 
 
 @needs_extension
