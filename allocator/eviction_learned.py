@@ -178,8 +178,7 @@ class Learned(LRU):
 
     def settle(self) -> None:
         if self._reuse.prefers_recency != self._by_recency:
-            self._by_recency = not self._by_recency
-            self._kept[:] = 0
+            self._by_recency = not self._by_recency  # what was placed keeps its time, so a parent must keep its own
             self._look_again()
         if self._by_recency or not self._segments:
             return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from allocator import LRU, ConfigError
+from allocator import LRU, ConfigError, EvictionPolicy
+from allocator.eviction_learned import Learned
 from kvstore.simulation import BOUND, POLICIES, WORKLOADS, Setting, Trace, generate, replay
 from kvstore.simulation.belady import bound_hits
 from kvstore.simulation.hosts import Host
 from kvstore.simulation.trace import each
+from tests.fickle_reuse import FickleReuse
 from tests.kvstore.simulation.plain_caches import PlainLRU, plain_belady
 
 PUBLIC = ("synthetic", "conversation")
@@ -97,11 +100,15 @@ def test_the_default_never_falls_below_lru_on_workloads(workload: str) -> None:
     assert all(ours >= floor - 0.3 for ours, floor in pairs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_evicts_leaves_only_and_keeps_within_its_capacity(policy: str) -> None:
+def fickle(capacity: int) -> Learned:
+    return Learned(capacity, FickleReuse(capacity))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), fickle])
+def test_a_policy_evicts_leaves_only_and_keeps_within_its_capacity(policy: Callable[[int], EvictionPolicy]) -> None:
     trace = generate("mixture", 500, seed=5)
     capacity = trace.capacity_blocks(3)
-    host = Host(capacity, POLICIES[policy])
+    host = Host(capacity, policy)
     parents: dict[bytes, bytes] = {}
     resident = host.pool.index(0).exact
     gone: set[bytes] = set()
@@ -141,7 +148,8 @@ def test_lower_tiers_add_hits() -> None:
     assert tiers.ttft_seconds_mean < alone.ttft_seconds_mean < alone.ttft_seconds_mean_without_cache
 
 
-def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies() -> None:
+def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allocator.eviction_learned._START_REQUESTS", 100)
     trace = generate("mixture", 400, seed=8)
     for remote_blocks, is_same in ((0, True), (20_000, False)):
         rows = [
