@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
 _SHORT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _BACKLOG = 128
+_SHARE_SECONDS = 0.1  # until who asks much has no more of the rate than its part
+_BUSY_REQUESTS = 10  # in that time
 _TICK_SECONDS = 0.05
 _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 
@@ -213,8 +215,8 @@ class Daemon:
             self.core.tick()
             self.admin.tick()
             if time.monotonic() >= next_share:
-                next_share = time.monotonic() + 0.5
-                self._shares = shares([one for one in sessions if one.spent - before.get(one, 0) > 50])
+                next_share = time.monotonic() + _SHARE_SECONDS
+                self._shares = shares([one for one in sessions if one.spent - before.get(one, 0) > _BUSY_REQUESTS])
                 before = {one: one.spent for one in sessions}
 
     def _sharers(self, session: Session) -> int:

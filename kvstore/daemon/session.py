@@ -35,6 +35,7 @@ _BURST_SECONDS = 0.25  # of the rate that one connection may take at once
 _MOST_DEBT_SECONDS = 0.1  # of the rate: no request waits longer, well within what clients wait for an answer
 _LEAST_RATE = 200
 _REQUEST_SECONDS = 5e-6  # of processor time: what takes longer counts as so many requests
+_REFUSAL_REQUESTS = 20  # counts as so many: who is refused should ask less often
 _SHORT_BYTES = 1024  # a lookup up to here counts as one
 
 
@@ -179,6 +180,8 @@ class Session:
 
     def _refuse(self, seq: int, refused: RefusedError) -> None:
         self.refused_count += 1
+        self._costs += _REFUSAL_REQUESTS
+        self._tokens -= _REFUSAL_REQUESTS
         self.was_cut_off |= refused.is_fatal
         self._count(f"refused_{refused.cause.name.lower()}")
         self._send(protocol.Refused(seq, refused.cause, refused.message))
