@@ -7,6 +7,7 @@ memory is short (so that eviction loses nothing), and moves scattered slots toge
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -306,7 +307,7 @@ class Upkeep:
             lives = self._lives(found)
             found = found[(lives >= 2) & (self._turns[found] != lives)]
         self._looked[group, form] = (state, found)
-        return [one for one in found[:step_blocks].tolist() if one in self._names]
+        return list(islice((one for one in found.tolist() if one in self._names), step_blocks))
 
     def _lives(self, ids: Ids) -> npt.NDArray[np.int64]:
         """Since when each is idle and in which form, as one number; below 2: it is not idle. int64[n]."""
