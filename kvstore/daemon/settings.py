@@ -41,6 +41,12 @@ _UID_TEXT = "user ids, as a list or as text '1000, 1001'"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
+def _endpoint(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value or (value and "://" not in value):
+        raise _RefusedError
+    return value
+
+
 def _uids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
@@ -115,9 +121,13 @@ class DaemonSettings:
     """Shared by all connections; one that asks for more than its part waits."""
     spill_queue_bytes: int = _key(256 << 20, _BYTES, _size)
     """Most that waits for a lower tier, at most a quarter of host_bytes."""
-    events_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    events_endpoint: str = _key(
+        "", "a ZMQ endpoint to bind, such as ipc:///run/events or tcp://127.0.0.1:5557, or '' for none", _endpoint
+    )
     """Where KV events of the own domain are published: docs/formats/events.md. Who reads them learns hashes."""
-    events_replay_endpoint: str = _key("", "a ZMQ endpoint to bind, or '' for none", _path)
+    events_replay_endpoint: str = _key(
+        "", "a ZMQ endpoint to bind, such as ipc:///run/events or tcp://127.0.0.1:5557, or '' for none", _endpoint
+    )
     """Where past events are asked for."""
     checksums: bool = _key(True, "true or false", _truth)
     """Whether copies in the own domain's arena carry a checksum that every reader checks. Without one, bytes that a

@@ -139,6 +139,10 @@ def test_a_flush_lets_others_in_between(tmp_path: Path) -> None:
     core.close(0)
 
 
+def sessions_of(daemon: Daemon) -> list[Session]:
+    return [one for one in gc.get_objects() if type(one) is Session and one._core is daemon.core]
+
+
 def test_a_connection_leaves_no_cycle_behind(daemon: Daemon) -> None:
     """The daemon does not look for cycles among old objects: that stops everybody for as long as it has copies."""
     gc.collect()
@@ -151,7 +155,7 @@ def test_a_connection_leaves_no_cycle_behind(daemon: Daemon) -> None:
             client.ask(protocol.Run, 9, b"")
             client.close()
         until(lambda: all(not one.is_remote for one in daemon.core.holders.values()))
-        until(lambda: not [one for one in gc.get_objects() if type(one) is Session], what="sessions go by themselves")
+        until(lambda: not sessions_of(daemon), what="sessions go by themselves")
     finally:
         gc.enable()
 
@@ -314,10 +318,10 @@ def test_descriptors_are_sent_to_who_takes_them(daemon: Daemon) -> None:
     (segment,) = [one.number for one in daemon.core.arena("").segments.values() if one.entries]
     assert client.ask(protocol.Map, [segment] * 64, False).cause == Cause.SEGMENT
     session = next(one for one in daemon._sessions if one.holder is not None and one.holder.name == "raw")
-    before = session.request_count
+    before = session.refused_count
     for _ in range(30):
         client.tell(protocol.Map, [segment], False)
-    until(lambda: session.request_count == before + 30)
+    until(lambda: session.refused_count == before + 29)
     answers = [client.answer() for _ in range(30)]
     assert isinstance(answers[0], protocol.Segments)
     assert {getattr(one, "cause", None) for one in answers[1:]} == {Cause.SEGMENT}
