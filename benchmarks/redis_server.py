@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -39,6 +40,11 @@ class RedisServer:
                 self.close()
                 raise RuntimeError(f"{binary} did not start")
             time.sleep(0.02)
+
+    def on_cores(self, cores: set[int]) -> None:
+        """Every thread of the server on these."""
+        for thread in os.listdir(f"/proc/{self._process.pid}/task"):
+            os.sched_setaffinity(int(thread), cores)
 
     def stop(self) -> None:
         """From now on it answers nothing, and refuses nothing either."""

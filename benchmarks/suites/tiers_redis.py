@@ -294,14 +294,17 @@ class _Restore:
 
 
 @contextmanager
-def _one_core() -> Iterator[None]:
-    """This thread, and those that it starts, on one core."""
+def _one_core(server: RedisServer) -> Iterator[None]:
+    """This thread, and those that it starts, on one core; the server on the others: beside its client it would answer
+    in small pieces, the one waiting for the other."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
+    server.on_cores(cores - {min(cores)} or cores)
     try:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+        server.on_cores(cores)
 
 
 def _restore_rows(options: Options, server: RedisServer, urls: dict[str, str]) -> Iterator[Row]:
@@ -310,7 +313,7 @@ def _restore_rows(options: Options, server: RedisServer, urls: dict[str, str]) -
         peer = _peer(options, server, moved)
         if peer is not None:
             stack.callback(peer.close)
-        stack.enter_context(_one_core())  # the peer has all cores, and threads of its own on them
+        stack.enter_context(_one_core(server))  # the peer has all cores, and threads of its own on them
         ours = {socket: _Restore(f"{url}?namespace=restore-{socket}", moved) for socket, url in urls.items()}
         for one in ours.values():
             stack.callback(one.close)
