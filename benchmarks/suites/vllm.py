@@ -45,7 +45,9 @@ def measured(python: str, options: Options) -> dict[str, Any]:
     command = [python, "-m", "engine_adapter.demo.vllm", "--json", "-", "--html", os.devnull, "--misses"]
     command += ["--model", str(packaged_model_dir()), "--rounds", str(1 if options.quick else min(options.rounds, 5))]
     command += ["--tokens", "512"] if options.quick else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # The benchmarks' own variables are no settings of a store, which refuses what it does not know.
+    own = {name for name in os.environ if name.startswith("KVSTORE_") and name.endswith("_PYTHON")}
+    environment = {name: value for name, value in os.environ.items() if name not in own} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout.startswith("{"):
         raise RuntimeError(f"engine_adapter.demo.vllm ended with code {done.returncode}; its error is above")
