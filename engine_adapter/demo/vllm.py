@@ -125,6 +125,8 @@ def measure_tier(
             sides["tier"] = Engine(model, settings, **engine_settings(size))
             if given.misses:
                 strange = {**settings, "tenant": "a stranger"}
+                if "disk_path" in strange:  # a directory has one writer
+                    strange["disk_path"] += "-of-a-stranger"
                 sides["reader"] = Engine(model, strange, role="kv_consumer", **engine_settings(size))
             asked = questions(plain.tokenizer)
             measure_round(0, sides, pages[-1][:256], asked, 2)
