@@ -30,7 +30,7 @@ from allocator.eviction import LRU, EvictionPolicy
 from allocator.extents import COLD, FULL, ExtentLayout, class_index
 from allocator.geometry import DTYPE_BYTES, CacheGroup, GroupKind, KVGeometry
 from allocator.pool_usage import ClassUsage, PoolUsage
-from allocator.prefix_index import GroupHit, PrefixIndex, common_hit, window_first_block
+from allocator.prefix_index import PrefixIndex, window_first_block
 
 if TYPE_CHECKING:
     from allocator.slab import Slab
@@ -53,7 +53,6 @@ __all__ = [
     "EvictionPolicy",
     "ExtentLayout",
     "GeometryError",
-    "GroupHit",
     "GroupKind",
     "IntegrityError",
     "KVError",
@@ -67,7 +66,6 @@ __all__ = [
     "UnknownSequence",
     "UsageError",
     "class_index",
-    "common_hit",
     "window_first_block",
 ]
 

@@ -44,6 +44,11 @@ def merged(one: Steps, other: Steps) -> Steps:
     return tuple(found)
 
 
+def step_at(steps: Steps, now: float) -> tuple[int, float]:
+    """(priority at that time, until when)."""
+    return next((one for one in steps if one[1] > now), PLAIN[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """What was ordered for the block of that hash."""
@@ -72,8 +77,7 @@ class BlockMarks:
     def step(self, block_id: int) -> tuple[int, float]:
         """(priority of the block now, until when)."""
         mark = self.get(block_id)
-        steps = PLAIN if mark is None else mark.steps
-        return next((one for one in steps if one[1] > self.now), PLAIN[0])
+        return step_at(PLAIN if mark is None else mark.steps, self.now)
 
     def keep(self, ids: Iterable[int], steps: Steps, tenant: int, *, first_use: bool) -> None:
         """A use of named blocks that wants them kept so. first_use: nobody had them before."""

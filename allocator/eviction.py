@@ -75,13 +75,14 @@ class EvictionPolicy(ABC):
         return len(self)
 
     def observe(  # noqa: B027 - most need nothing
-        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None, owner: int = 0
     ) -> None:
         """A request's full blocks, head first, about when they are released: what a policy that learns is told.
 
         keys: uint64[n], well mixed (of a block hash: its first eight bytes); tables: of each group the ids of the
         first of them that are resident, -1 where a block is not; prices: float64[n], what losing each would cost, in
-        seconds a byte or on any other scale. Told to any policy of a pool, once.
+        seconds a byte or on any other scale; owner: who shares these blocks with nobody else (a tenant, an adapter), as
+        64 bits. Told to any policy of a pool, once.
         """
 
     def settle(self) -> None:  # noqa: B027 - most put nothing off

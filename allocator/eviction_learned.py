@@ -9,9 +9,8 @@ costs at most a look at LEVELS heads. A parent is never due before its child: le
 to head, and a block that is used again keeps at least the time it had. A release first joins the queue of LRU;
 `settle` moves it to those of its levels. What was released since goes last.
 
-The floor: two shadow caches follow a sample of sessions, one by LRU and one by these levels. While LRU has the more
-hits, victims are chosen by last use alone, which is LRU. So it is at first, until the sample is large enough to tell
-luck from gain; and again as soon as a lead shrinks, since what was kept for it will have to be fetched anew.
+The floor (`eviction_floor`): while shadow caches show more hits by LRU, victims are chosen by last use alone, which is
+LRU.
 """
 
 from __future__ import annotations
@@ -25,63 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from allocator.eviction import LRU, TICK_BITS, Ids, Keys, Prices, Usable
+from allocator.eviction_floor import Floor
 from allocator.eviction_reuse import LEVELS, WORTHS, ReuseMemory
-from allocator.eviction_shadow import ShadowCache
 
-_SHADOW_BLOCKS = 1 << 14
-_GROUPS = 256
-_SHADOW_DECAY = 0.99
 _GRAIN_TOKENS = 128
-_MARGIN = 0.03  # that many more hits than LRU, relative, before LRU is left
-_LOSS_MAX = 0.003  # hits, as a share of the blocks seen, that following the learned order may have cost
-_START_REQUESTS = 650  # of the sample, before LRU is left for the first time
-_LEAD_LOSS_MAX = 0.003  # of the blocks seen: how far below its best the lead may fall before LRU is followed again
-
-
-class _Floor:
-    """Which of two orders has more hits on a sample of the sessions."""
-
-    def __init__(self, capacity: int) -> None:
-        share = _GROUPS
-        while share > 1 and capacity * share > _SHADOW_BLOCKS * _GROUPS:
-            share //= 2
-        self._share = share
-        blocks = capacity * share // _GROUPS
-        self._recency, self._learned = ShadowCache(blocks), ShadowCache(blocks)
-        self._recency_hits = self._learned_hits = 0.0
-        self._earned_blocks = self._seen_blocks = 0.0
-        self._best_lead = 0.0  # since LRU was left
-        self._request_count = 0
-        self.prefers_recency = True
-
-    def request(self, keys: Keys, group: int, clock: int, until: Prices, worths: Prices | None) -> None:
-        if group < self._share:
-            names = keys.tolist()
-            self._request_count += bool(names)
-            weights = None if worths is None else worths.tolist()
-            self._seen_blocks += len(names) if weights is None else sum(weights)
-            self._recency.request(names, [float(clock)] * len(names), weights)
-            self._learned.request(names, until.tolist(), weights)
-
-    def end_epoch(self) -> None:
-        """LRU until the other is clearly ahead; back when it falls behind, loses its lead or has cost too much."""
-        self._recency_hits = self._recency_hits * _SHADOW_DECAY + self._recency.hits
-        self._learned_hits = self._learned_hits * _SHADOW_DECAY + self._learned.hits
-        self._earned_blocks *= _SHADOW_DECAY
-        self._seen_blocks *= _SHADOW_DECAY
-        if not self.prefers_recency:
-            self._earned_blocks += self._learned.hits - self._recency.hits
-        self._recency.hits = self._learned.hits = 0
-        lead = self._learned_hits - self._recency_hits
-        is_spent = self._earned_blocks < -_LOSS_MAX * self._seen_blocks
-        if self.prefers_recency:
-            is_clear = lead > _MARGIN * self._recency_hits and self._request_count >= _START_REQUESTS
-            self.prefers_recency = is_spent or not is_clear
-            self._best_lead = lead
-        else:
-            self._best_lead = max(self._best_lead * _SHADOW_DECAY, lead)
-            is_shrinking = lead < self._best_lead - _LEAD_LOSS_MAX * self._seen_blocks
-            self.prefers_recency = is_spent or is_shrinking or lead <= 0
 
 
 class Reuse:
@@ -93,7 +39,7 @@ class Reuse:
 
     def __init__(self, id_capacity: int, capacity_blocks: int, grain: int = 1) -> None:
         self._memory = ReuseMemory(capacity_blocks)
-        self._floor = _Floor(max(1, capacity_blocks // grain))
+        self._floor = Floor(max(1, capacity_blocks // grain), grain)
         self._grain = grain
         self._epoch = 0
         self.ages: npt.NDArray[np.int64] = self._memory.ages.astype(np.int64)
@@ -104,11 +50,18 @@ class Reuse:
         """Whether LRU is the better order now."""
         return self._floor.prefers_recency
 
-    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+    @property
+    def clock(self) -> int:
+        """Blocks seen so far: what ages are counted in."""
+        return self._memory.clock
+
+    def observe(
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None, owner: int = 0
+    ) -> None:
         if not len(keys):
             return
         worths = None if prices is None else self._memory.worths(prices)
-        levels, group = self._memory.observe(keys, worths)
+        levels, group = self._memory.observe(keys, worths, owner)
         for ids in tables:
             self.wanted[ids] = levels[: len(ids)]
         clock, every = self._memory.clock, slice(self._grain - 1, None, self._grain)
@@ -149,7 +102,8 @@ class _Segment:
 
 
 class Learned(LRU):
-    """Recency plus learned reuse, with LRU as its floor. The clock counts the blocks that were placed."""
+    """Recency plus learned reuse, with LRU as its floor. Time is Reuse's clock; of releases since the blocks were
+    placed last, as if they had come evenly."""
 
     def __init__(self, capacity: int, reuse: Reuse | None = None) -> None:
         super().__init__(capacity)
@@ -160,8 +114,9 @@ class Learned(LRU):
         self._kept = np.zeros(capacity + 1, dtype=np.int64)  # of a block that was hit: when it would have been due
         self._queues: list[deque[_Segment]] = [deque() for _ in range(LEVELS)]
         self._heads: list[tuple[int, int]] = []  # heap of (due, level): no later than the queue's head; [] if none is
-        self._clock = 0
-        self._ticks = 0
+        self._clock = 0  # when blocks were placed last
+        self._placed_tick = 0  # the newest release then
+        self._blocks_per_tick = 0.0
 
     @property
     def follows_recency(self) -> bool:
@@ -171,8 +126,10 @@ class Learned(LRU):
     def beside(self) -> Learned:
         return Learned(len(self._stamp) - 1, self._reuse)
 
-    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
-        self._reuse.observe(keys, tables, prices)
+    def observe(
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None, owner: int = 0
+    ) -> None:
+        self._reuse.observe(keys, tables, prices, owner)
 
     # -- placing ------------------------------------------------------------------------------------------------
 
@@ -184,15 +141,21 @@ class Learned(LRU):
             return
         self._stamp_all()
         self._fold_cursor()
+        now, newest = max(self._clock, self._reuse.clock), self._newest >> TICK_BITS
+        self._blocks_per_tick = (now - self._clock) / max(1, newest - self._placed_tick)
+        self._clock, self._placed_tick = now, newest
         for tick, ids, run in self._segments:
             self._place(tick, np.atleast_1d(np.asarray(ids, dtype=np.intp)), run)
         self._segments.clear()
         self._look_again()
 
+    def _clock_of(self, stamp: int) -> int:
+        """About when a release was, for one since the placing before the last."""
+        return self._clock - int(((self._newest - stamp) >> TICK_BITS) * self._blocks_per_tick)
+
     def _place(self, tick: int, places: npt.NDArray[np.intp], run: bool) -> None:
         """Moves what is left of one release to the queues of its levels."""
-        self._ticks += 1
-        self._clock = clock = self._clock + len(places)
+        clock = self._clock_of(tick)
         if self._stale:
             live = places[self._stamp[places] == tick]
             self._stale -= len(places) - len(live)
@@ -307,8 +270,7 @@ class Learned(LRU):
         return (tick if self._by_recency else self._late_due(tick)) < due
 
     def _late_due(self, tick: int) -> int:
-        blocks_per_tick = max(1, self._clock // max(1, self._ticks))
-        return max(1, self._clock - ((self._newest - tick) >> TICK_BITS) * blocks_per_tick)
+        return max(1, self._clock_of(tick))
 
     def _take(self, queue: deque[_Segment], count: int, taken: list[int], usable: Usable | None) -> _Segment | None:
         """Moves blocks of the head segment to `taken`; what may not go now, as a segment to be put back."""

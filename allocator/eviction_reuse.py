@@ -7,14 +7,15 @@ remembered, which is one number a request and class of its blocks, however many 
 A *class* is (blocks that the request brought anew, uses of the block so far), both in powers of two: what a request
 adds says most about whether its chain is used again, and how often a block was used says the rest. Which way, differs
 between workloads, so nothing is assumed. A table of fixed size remembers blocks by key, long past their eviction; where
-two keys meet, the newer one stays.
+two keys meet, the newer one stays. Who asks, and a block's place in the chain, multiply what its class promises
+(`eviction_factors`).
 
 Time is counted in blocks seen. Ages fall into bins of half powers of two of the capacity. For each class and bin two
 decayed sums are kept: the time that blocks spent at that age, and how many were used again at it. Their quotient is the
 hazard; from it follow what keeping a class up to an age T brings, F(T), and what it costs in residence, the integral of
 1 - F. The ages T that bring most at a total residence of one capacity are those that maximise
 worth * F(T) - rent * residence(T) at the rent where the sum is the capacity. The worth of a block is what losing it
-costs beside the mean, in powers of two; 1 where nothing is said. That is LRU when all classes are alike. Thin
+costs beside the mean, in half powers of two; 1 where nothing is said. That is LRU when all classes are alike. Thin
 evidence is drawn towards the mean of the wider class.
 """
 
@@ -24,6 +25,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from allocator.eviction_factors import Cells, ReuseFactors
 
 Keys: TypeAlias = "npt.NDArray[np.uint64]"
 Levels: TypeAlias = "npt.NDArray[np.intp]"
@@ -44,8 +47,9 @@ _PRICE_FADE = 0.01
 _WIDE_EVENTS = 30.0  # pseudo-events of the mean of all, for blocks that a request brought
 _FINE_EVENTS = 400.0  # pseudo-events of that, for uses within it
 _RENT_STEPS = 40
-WORTHS: Floats = np.exp2(np.arange(-3.0, 4.0))
-_WORTH_ONE = 3
+_STEPS_MAX = 6
+_WORTH_ONE = _STEPS_MAX
+WORTHS: Floats = np.exp2(np.arange(-_STEPS_MAX, _STEPS_MAX + 1) / 2)
 _FORK_CHILDREN = 8  # a block with more is part of a trunk that many sessions share
 
 
@@ -72,6 +76,7 @@ class ReuseMemory:
         self._uses = np.zeros(size, dtype=np.uint8)
         self._group = np.zeros(size, dtype=np.uint8)
         self._children = np.zeros(size, dtype=np.uint8)
+        self._cell = np.zeros(size, dtype=np.int16)
         self._epoch_blocks = max(_EPOCH_BLOCKS_MIN, self.capacity // _EPOCHS_PER_CAPACITY)
         self._widths: Floats = np.diff(self.ages)
         self.epoch = 0
@@ -80,6 +85,10 @@ class ReuseMemory:
         self._used: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
         self._lost: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
         self._touched: list[Levels] = []
+        self._cells_used: list[Cells] = []
+        self._cells_touched: list[Cells] = []
+        self._factors = ReuseFactors(_DECAY)
+        self._chance = np.ones(_CLASSES)  # that a block of a class comes back at all
         self._open_time = np.zeros((_CLASSES, BINS))
         self._events = np.zeros((_CLASSES, BINS))
         self._exposure = np.zeros((_CLASSES, BINS))
@@ -89,11 +98,12 @@ class ReuseMemory:
         """Which of the worths each block has, by what losing it costs beside what it cost so far on average."""
         mean = float(prices.mean())
         self._mean_price += (mean - self._mean_price) * (_PRICE_FADE if self._mean_price else 1)
-        relative = np.log2(np.maximum(prices, 1e-30) / max(self._mean_price, 1e-30))
-        nearest: Levels = np.clip(np.rint(relative) + _WORTH_ONE, 0, len(WORTHS) - 1).astype(np.intp)
+        relative = 2 * np.log2(np.maximum(prices, 1e-30) / max(self._mean_price, 1e-30))
+        steps = np.clip(np.rint(relative), -_STEPS_MAX, _STEPS_MAX)
+        nearest: Levels = (steps + _WORTH_ONE).astype(np.intp)
         return nearest
 
-    def observe(self, keys: Keys, worths: Levels | None = None) -> tuple[Levels, int]:
+    def observe(self, keys: Keys, worths: Levels | None = None, owner: int = 0) -> tuple[Levels, int]:
         """(level of each block, sampling group 0..255 of the chain's tail), for a chain given head first."""
         places = (keys & self._mask).astype(np.intp)
         there = self._key[places]
@@ -114,8 +124,14 @@ class ReuseMemory:
             uses = np.maximum.accumulate(uses[::-1])[::-1]  # a parent was used no less than its child, if records
         new = min((len(keys) - known_count).bit_length(), _NEW_CLASSES - 1)
         classes = new * _USE_CLASSES + uses
-        rows: Levels | int = _WORTH_ONE if worths is None else worths
+        cells = self._factors.cells(owner, len(keys))
+        rows: Levels = self._factors.steps[cells] + _WORTH_ONE
+        if worths is not None:
+            rows = np.clip(rows + worths - _WORTH_ONE, 0, len(WORTHS) - 1)
         self._touched.append(rows * _CLASSES + classes)
+        if known_count:
+            self._cells_used.append(self._cell[places[known]])
+        self._cells_touched.append(cells)
         group = self._grouped(keys, places, known, known_count)
         self.clock += len(keys)
         counted = np.unique(places if self._stride == 1 else places[places & (self._stride - 1) == 0])
@@ -123,6 +139,7 @@ class ReuseMemory:
         self._key[places] = keys
         self._last[places] = self.clock
         self._class[places] = classes
+        self._cell[places] = cells
         self._count_open(counted, 1)
         self._uses[places] = uses
         if self.clock >= self._epoch_end:
@@ -172,8 +189,11 @@ class ReuseMemory:
         self._open_time = open_time
         self._exposure = self._exposure * _DECAY + np.maximum(spent, 0)
         self._events = self._events * _DECAY + used[:, :BINS]
-        self._rate = self._rate * _DECAY + np.bincount(np.concatenate(self._touched), minlength=len(self._rate))
+        touched = np.concatenate(self._touched)
+        self._rate = self._rate * _DECAY + np.bincount(touched, minlength=len(self._rate))
+        self._factors.end_epoch(self._cells_used, self._cells_touched, self._chance[touched % _CLASSES])
         self._used, self._lost, self._touched = [], [], []
+        self._cells_used, self._cells_touched = [], []
         self.epoch += 1
         self._epoch_end = self.clock + self._epoch_blocks
         self._choose_levels()
@@ -209,6 +229,7 @@ class ReuseMemory:
 
     def _choose_levels(self) -> None:
         gain, residence = self._gain_and_residence()
+        self._chance = gain[:, -1]
         worth_gain = (WORTHS[:, None, None] * gain).reshape(-1, LEVELS)
         residence = np.tile(residence, (len(WORTHS), 1))
         rate = self._rate / max(float(self._rate.sum()), 1.0)

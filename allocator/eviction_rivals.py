@@ -59,7 +59,9 @@ class _Leafy(EvictionPolicy):
     def since(self, block_id: int) -> int:
         return self._idle.get(block_id, 0)
 
-    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+    def observe(
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None, owner: int = 0
+    ) -> None:
         del prices
         (ids,) = tables
         chain = ids if isinstance(ids, list) else ids.tolist()

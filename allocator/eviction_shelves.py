@@ -83,10 +83,20 @@ class Shelves(EvictionPolicy):
         return self._shelf_of(block_id).since(block_id)
 
     def since_many(self, ids: Ids) -> npt.NDArray[np.int64]:
-        return super().since_many(ids) if self._at else self._plain.since_many(ids)
+        if not self._at:
+            return self._plain.since_many(ids)
+        usual = PRIORITY_DEFAULT, NOBODY
+        priorities = np.array([self._at.get(block_id, usual)[0] for block_id in ids.tolist()])
+        ticks = np.zeros(len(ids), dtype=np.int64)
+        for priority in set(priorities.tolist()):
+            here = priorities == priority
+            ticks[here] = self._shelves[priority].since_many(ids[here])
+        return ticks
 
-    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
-        self._plain.observe(keys, tables, prices)
+    def observe(
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None, owner: int = 0
+    ) -> None:
+        self._plain.observe(keys, tables, prices, owner)
 
     def settle(self) -> None:
         for one in self._shelves.values():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 
 class PrefixIndex:
@@ -75,65 +74,6 @@ class PrefixIndex:
         del (self.exact if exact else self.lossy)[block_hash]
 
 
-class GroupHit(NamedTuple):
-    """What one group needs for a hit: its index, its keys, and its window (None: everything before)."""
-
-    prefix_index: PrefixIndex
-    hashes: Sequence[bytes]
-    window_tokens: int | None
-
-
 def window_first_block(token_count: int, window_tokens: int, block_tokens: int) -> int:
     """First block that the token after `token_count` tokens still reads in a sliding group."""
     return max(0, token_count - window_tokens + 1) // block_tokens
-
-
-def common_hit(
-    groups: Sequence[GroupHit], block_tokens: int, exact_only: bool = False, limit: int | None = None
-) -> tuple[int, list[list[int]]]:
-    """The largest n (in blocks) that is a hit in *all* groups, and each group's blocks for it.
-
-    Full and latent groups need all n leading blocks. A sliding group needs only the blocks that cover the window before
-    token n; blocks before those come back as -1. `limit` caps n (a hit must leave a token to compute).
-    """
-    ceiling = min(len(group.hashes) for group in groups) if limit is None else limit
-    for group in groups:
-        ceiling = min(ceiling, len(group.hashes))
-    found: list[list[int]] = []
-    for group in groups:
-        if group.window_tokens is None:
-            ids = group.prefix_index.match(group.hashes[:ceiling], exact_only)
-            ceiling = min(ceiling, len(ids))
-        else:
-            ids = group.prefix_index.find_many(group.hashes[:ceiling], exact_only)
-        found.append(ids)
-    while ceiling > 0:
-        lowered = ceiling
-        for group, ids in zip(groups, found, strict=True):
-            if group.window_tokens is not None:
-                lowered = min(lowered, _window_hit(ids, lowered, group.window_tokens, block_tokens))
-        if lowered == ceiling:
-            break
-        ceiling = lowered
-    blocks = []
-    for group, ids in zip(groups, found, strict=True):
-        first = 0
-        if group.window_tokens is not None:
-            first = window_first_block(ceiling * block_tokens, group.window_tokens, block_tokens)
-        blocks.append([-1] * min(first, ceiling) + ids[first:ceiling])
-    return ceiling, blocks
-
-
-def _window_hit(ids: list[int], ceiling: int, window_tokens: int, block_tokens: int) -> int:
-    """Largest n <= ceiling whose window is covered by present blocks. One pass down from the ceiling."""
-    n = ceiling
-    scan = ceiling - 1
-    while n > 0:
-        first = window_first_block(n * block_tokens, window_tokens, block_tokens)
-        while scan >= first and ids[scan] >= 0:
-            scan -= 1
-        if scan < first:
-            return n
-        n = scan
-        scan = n - 1
-    return 0

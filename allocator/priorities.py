@@ -65,6 +65,11 @@ class Priorities(Compaction):
         """The priority of a named block now."""
         return PLAIN[0][0] if self.marks is None else self.marks.step(self._checked(block_id))[0]
 
+    def steps_of(self, block_id: int) -> Steps:
+        """What is wanted of a named block, for a copy of it."""
+        mark = None if self.marks is None else self.marks.get(block_id)
+        return PLAIN if mark is None else mark.steps
+
     @property
     def has_marks(self) -> bool:
         """Whether any block may have another priority than the default, or count for a tenant."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine_adapter.adapter import EngineAdapter, LoadEvent, LoadOutcome, Reservation, StoreAdapter
-    from engine_adapter.batch import SequenceSlice, StepBatch
-    from engine_adapter.decode_loop import DecodeLoop, Runner, StepOutcome
+    from engine_adapter.batch import SequenceSlice, SliceError, StepBatch
+    from engine_adapter.decode_loop import DecodeLoop, StepOutcome
     from engine_adapter.drafter import Drafter, PromptLookupDrafter
     from engine_adapter.latency import LatencyRecorder
     from engine_adapter.media import EmbeddedMedia, digest_of
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from engine_adapter.paged_cache import PagedCache
     from engine_adapter.request import Completion, FinishReason, Request, RequestResult
     from engine_adapter.runner import HFRunner
+    from engine_adapter.runner_contract import Runner
 
 _HOMES = {
     "engine_adapter.adapter": ("EngineAdapter", "LoadEvent", "LoadOutcome", "Reservation", "StoreAdapter"),
-    "engine_adapter.batch": ("SequenceSlice", "StepBatch"),
-    "engine_adapter.decode_loop": ("DecodeLoop", "Runner", "StepOutcome"),
+    "engine_adapter.batch": ("SequenceSlice", "SliceError", "StepBatch"),
+    "engine_adapter.decode_loop": ("DecodeLoop", "StepOutcome"),
     "engine_adapter.drafter": ("Drafter", "PromptLookupDrafter"),
     "engine_adapter.latency": ("LatencyRecorder",),
     "engine_adapter.media": ("EmbeddedMedia", "digest_of"),
@@ -34,6 +35,7 @@ _HOMES = {
     "engine_adapter.paged_cache": ("PagedCache",),
     "engine_adapter.request": ("Completion", "FinishReason", "Request", "RequestResult"),
     "engine_adapter.runner": ("HFRunner",),
+    "engine_adapter.runner_contract": ("Runner",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -56,6 +58,7 @@ __all__ = [
     "Reservation",
     "Runner",
     "SequenceSlice",
+    "SliceError",
     "StepBatch",
     "StepOutcome",
     "StoreAdapter",

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from allocator.errors import UsageError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -28,6 +30,14 @@ FORM_INT4 = 1
 """Low bit of a table entry: the block lies in an INT4 record slot."""
 DROPPED = -1
 """Table entry of a block that left a sliding window; its position is kept, its KV is gone."""
+
+
+class SliceError(UsageError):
+    """A runner cannot compute these sequences of a step, whoever is beside them; the others may be asked again."""
+
+    def __init__(self, sequence_ids: Iterable[str], message: str) -> None:
+        super().__init__(message)
+        self.sequence_ids = frozenset(sequence_ids)
 
 
 @dataclass(frozen=True, slots=True)

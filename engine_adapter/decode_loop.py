@@ -5,6 +5,9 @@ the newest if it must), asks for tables and places only then, runs the model onc
 chunks, the fed token, accepted drafts. Rejected drafts are rolled back before the commit, so only committed tokens are
 ever sealed. Nothing about blocks is kept between steps.
 
+What fails because of one request (its callback, its adapter, its media, its tokens) ends that request with an error,
+and nobody else's; what fails because of the runner raises out of the step, which may be repeated.
+
 One thread: `submit`, `abort`, `step` and `run` are called from the same thread; callbacks of a request may call
 `submit` and `abort`. The clock is injected and only measured, never decided upon, except that `run` gives up on a
 stream after a minute without any progress.
@@ -12,60 +15,43 @@ stream after a minute without any progress.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from allocator.errors import ConfigError, DuplicateSequence, UnknownSequence, UsageError
+from allocator.errors import CapacityError, ConfigError, DuplicateSequence, UnknownSequence, UsageError
 from engine_adapter.adapter import StoreAdapter
-from engine_adapter.batch import SequenceSlice, StepBatch
+from engine_adapter.batch import SequenceSlice, SliceError, StepBatch
 from engine_adapter.drafter import Drafter
 from engine_adapter.early_prefill import EarlyPrefill
 from engine_adapter.latency import LatencyRecorder
+from engine_adapter.live_request import LiveRequest, failed_branch
 from engine_adapter.media import pieces_in
 from engine_adapter.request import Completion, FinishReason, Request, RequestResult, check_request
+from engine_adapter.runner_contract import Runner, adapter_to_use, check_attached
 from engine_adapter.sampling import Choice, Sampler, first_choices
 from engine_adapter.scheduler import Phase, PlannedSlice, RequestState, Scheduler, Stream
 from engine_adapter.trace_hook import ended_request
 from kvstore import KVStore
 from kvstore.arguments import check_clock
-from kvstore.identity import Adapter
 from kvstore.trace_recorder import TraceRecorder
-
-if TYPE_CHECKING:
-    from allocator import KVGeometry
 
 _STALL_SECONDS = 60.0
 _WAIT_SECONDS = 0.05
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """A model over paged KV. `forward` writes the KV of every fed token to its place before anything reads it."""
-
-    @property
-    def geometry(self) -> KVGeometry: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def position_limit(self) -> int | None:
-        """Most tokens that a sequence may have, None without a limit."""
-        ...
-
-    def forward(self, batch: StepBatch) -> Tensor:
-        """Logits Tensor[sum of logits_count, vocab_size], rows in the order of the slices and their tokens."""
-        ...
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step did. `idle`: it computed nothing and ended nothing, so waiting for a transfer is in order."""
+    """What one step did. `idle`: it computed nothing and ended nothing, so waiting for a transfer is in order.
+
+    `finished`: every request that has ended since the last step returned, by `abort` or a step that raised too, and
+    whose result was not collected meanwhile.
+    """
 
     computed_tokens: int
     output_tokens: int
@@ -104,6 +90,7 @@ class DecodeLoop:
         self._store = adapter.store
         if runner.geometry.fingerprint() != self._store.geometry.fingerprint():
             raise ConfigError(f"the runner's geometry {runner.geometry} is not the store's, {self._store.geometry}")
+        check_attached(runner, self._store)
         counts = (max_batch_sequences, step_tokens)
         if any(type(count) is not int for count in counts) or not 1 <= max_batch_sequences <= step_tokens:
             raise ConfigError(
@@ -124,9 +111,9 @@ class DecodeLoop:
         )
         self._early: EarlyPrefill | None = None
         if self._store.fetch_by_layer and getattr(runner, "calls_before_layer", False):
-            self._early = EarlyPrefill(adapter, self._scheduler, runner.forward, self._slice, step_tokens)
+            self._early = EarlyPrefill(adapter, self._scheduler, self._forward, self._slice, step_tokens)
         self._arrivals = 0
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._results: dict[str, RequestResult] = {}
         self._finished_now: list[str] = []
         self.latency = LatencyRecorder()
@@ -152,6 +139,7 @@ class DecodeLoop:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises UsageError, DuplicateSequence or CapacityError; then nothing has changed."""
         check_request(request, self._runner.vocab_size)
+        adapter_to_use(self._runner, self._store.identity, request)
         request_id = request.request_id
         if request_id in self._live or request_id in self._results:
             raise DuplicateSequence(f"request id {request_id!r} is in use: running, or its result not collected yet")
@@ -161,11 +149,13 @@ class DecodeLoop:
                 f"request {request_id!r}: {len(request.token_ids)} prompt tokens and {request.output_limit} new ones "
                 f"pass the model's {limit} positions"
             )
-        self._store.check_fits(len(request.token_ids))
+        # the last token is put out and never fed; an answer that may end by itself is let try
+        answer_tokens = 0 if request.eos_token_ids else request.output_limit - 1
+        self._store.check_fits(len(request.token_ids), answer_tokens, exact=request.exact)
         state = RequestState(request, self._arrivals)
         self._arrivals += 1
         first = Stream(state, 0, [int(token) for token in request.token_ids])
-        self._live[request_id] = _Live(state, {0: first}, {})
+        self._live[request_id] = LiveRequest(state, {0: first})
         self.latency.submitted(request_id, self._clock())
         self._scheduler.enqueue(first)
 
@@ -176,28 +166,22 @@ class DecodeLoop:
             if request_id in self._results:
                 return False
             raise UnknownSequence(f"no request {request_id!r} is waiting, running or uncollected")
-        for index in range(live.state.request.n):
-            stream = live.streams.get(index)
-            if stream is None:
-                stream = live.streams[index] = Stream(live.state, index, list(live.state.request.token_ids))
-                stream.phase = Phase.ENDED
-            if index not in live.completions:
-                self._end(stream, FinishReason.ABORT)
+        self._end_request(live, FinishReason.ABORT)
         return True
 
     def step(self) -> StepOutcome:
         """One bounded round: no waiting, at most one forward pass. If that raises, the step's room is given back."""
-        self._finished_now = []
         self._store.step()
         self._scheduler.take_loads()
         output_tokens = self._take_early()
         self._scheduler.admit()
         planned = self._scheduler.plan()
-        output_tokens += self._compute(planned) if planned else 0
-        computed = sum(len(part.token_ids) for part in planned)
+        computed, put_out = self._compute(planned) if planned else (0, 0)
+        output_tokens += put_out
         if self._early is not None and not self._scheduler.running:
             computed += self._early.compute()
-        finished = tuple(self._finished_now)
+        finished = tuple(name for name in self._finished_now if name in self._results)
+        self._finished_now = []
         return StepOutcome(computed, output_tokens, finished, idle=not (computed or output_tokens or finished))
 
     def run(self) -> dict[str, RequestResult]:
@@ -234,12 +218,16 @@ class DecodeLoop:
             output_tokens += self._absorb(part, logits, first_choices(logits))
         return output_tokens
 
-    def _compute(self, planned: Sequence[PlannedSlice]) -> int:
-        """Run the model over the plan and book the outcome; returns the number of tokens put out."""
+    def _forward(self, batch: StepBatch) -> Tensor:
+        check_attached(self._runner, self._store)
+        return self._runner.forward(batch)
+
+    def _compute(self, planned: Sequence[PlannedSlice]) -> tuple[int, int]:
+        """Run the model over the plan and book the outcome; how many tokens were computed, and put out."""
         left = deque(planned)
         try:
             started = self._clock()
-            logits = self._runner.forward(StepBatch(tuple(self._slice(part, part.stream.computed) for part in planned)))
+            logits = self._forward(StepBatch(tuple(self._slice(part, part.stream.computed) for part in planned)))
             argmaxes = first_choices(logits)
             self._observe_speed(planned, self._clock() - started)
             expected = sum(part.logits_count for part in planned)
@@ -252,11 +240,22 @@ class DecodeLoop:
                 if part.stream.phase is Phase.RUNNING:
                     output_tokens += self._absorb(part, logits[row:end], argmaxes[row:end])
                 row = end
+        except SliceError as error:
+            self._end_slices(planned, error)
+            return 0, 0
         finally:
             for part in left:
                 if part.stream.phase is Phase.RUNNING:
                     self._adapter.rollback(part.stream.sequence_id, len(part.token_ids))
-        return output_tokens
+        return sum(len(part.token_ids) for part in planned), output_tokens
+
+    def _end_slices(self, planned: Sequence[PlannedSlice], error: SliceError) -> None:
+        """The requests of those that the runner cannot compute; the others of the step are planned again."""
+        refused = [part.stream for part in planned if part.stream.sequence_id in error.sequence_ids]
+        if not refused:
+            raise error
+        for stream in refused:
+            self._fail(stream, str(error))
 
     def _observe_speed(self, planned: Sequence[PlannedSlice], seconds: float) -> None:
         """Tell the store how fast prompts are computed, from steps that are mostly prompt: it weighs loading by it."""
@@ -275,10 +274,18 @@ class DecodeLoop:
             tables=self._store.tables(stream.sequence_id),
             slot_mappings=tuple(self._store.slot_mapping(stream.sequence_id, group, start, count) for group in groups),
             media=pieces_in(stream.request.media, start, count),
-            adapter=Adapter.of(stream.request.adapter),
+            adapter=adapter_to_use(self._runner, self._store.identity, stream.request),
         )
 
     def _absorb(self, part: PlannedSlice, rows: Tensor, argmaxes: Sequence[int | None]) -> int:
+        """`_book`; what the store refuses of a request, such as a placeholder that the model put out, ends it alone."""
+        try:
+            return self._book(part, rows, argmaxes)
+        except (UsageError, CapacityError) as error:
+            self._fail(part.stream, str(error))
+            return 0
+
+    def _book(self, part: PlannedSlice, rows: Tensor, argmaxes: Sequence[int | None]) -> int:
         """Choose, roll back, commit, put out, end; callbacks last, when the loop's own state is consistent."""
         stream = part.stream
         choices, sound = self._choose(stream, part, rows, argmaxes)
@@ -373,12 +380,31 @@ class DecodeLoop:
     def _call_back(self, stream: Stream, position: int, choices: Sequence[Choice], rows: Tensor) -> None:
         request = stream.request
         for place, choice in enumerate(choices):
-            if request.keep_logits is not None:
-                request.keep_logits(stream.index, position + place, rows[place])
-            if request.on_token is not None:
-                request.on_token(request.request_id, stream.index, choice.token_id)
+            try:
+                if request.keep_logits is not None:
+                    request.keep_logits(stream.index, position + place, rows[place])
+                if request.on_token is not None:
+                    request.on_token(request.request_id, stream.index, choice.token_id)
+            except Exception as error:  # the caller's own function: its request ends, nobody else's
+                _log.exception("a callback of request %r has failed", request.request_id)
+                said = f"{type(error).__name__}: {error}"
+                self._fail(stream, f"a callback of request {request.request_id!r} raised {said}")
+                return
 
     # Ends
+
+    def _fail(self, stream: Stream, error: str) -> None:
+        """End a stream's request with an error, or mark its result where it had ended with this very token."""
+        name = stream.request.request_id
+        if (live := self._live.get(name)) is not None and live.state is stream.state:
+            self._end_request(live, FinishReason.ERROR, error)
+        elif (result := self._results.get(name)) is not None:
+            self._results[name] = failed_branch(result, stream.index, error)
+
+    def _end_request(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
+        for stream in live.unfinished():
+            if stream.index not in live.completions:  # an error of the first ends those that are not born yet
+                self._end(stream, reason, error)
 
     def _end(self, stream: Stream, reason: FinishReason, error: str | None = None) -> None:
         """Take a stream out, give its memory back, and close its request with the last one."""
@@ -406,27 +432,4 @@ class DecodeLoop:
         self._finished_now.append(request_id)
         if self._recorder is not None:
             self._recorder.record(ended_request(state, live.completions.values(), latency, self._clock()))
-        self._results[request_id] = RequestResult(
-            request_id=request_id,
-            prompt_tokens=len(state.request.token_ids),
-            completions=tuple(live.completions[index] for index in sorted(live.completions)),
-            reused_tokens=state.reused_tokens or {},
-            resumed_tokens=dict(state.resumed_tokens),
-            computed_prefill_tokens=state.computed_prefill_tokens,
-            recomputed_tokens=state.recomputed_tokens,
-            preemptions=state.preemptions,
-            drafted_tokens=state.drafted_tokens,
-            accepted_tokens=state.accepted_tokens,
-            queue_seconds=latency.queue_seconds,
-            ttft_seconds=latency.ttft_seconds,
-            itl_seconds=tuple(latency.itl_seconds),
-        )
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that has not finished: its streams and the completions so far, by branch."""
-
-    state: RequestState
-    streams: dict[int, Stream]
-    completions: dict[int, Completion]
+        self._results[request_id] = live.result(latency)

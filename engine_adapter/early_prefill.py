@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from allocator.errors import CapacityError
-from engine_adapter.batch import SequenceSlice, StepBatch
+from engine_adapter.batch import SequenceSlice, SliceError, StepBatch
 from engine_adapter.scheduler import Phase, PlannedSlice, Scheduler, Stream
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class EarlyPrefill:
         end = time.monotonic() + self._adapter.store.config.fetch_deadline_seconds
 
         def before_layer(layer: int) -> None:
-            if not self._adapter.wait_layer(stream.sequence_id, layer, end - time.monotonic()):
+            if not self._adapter.wait_layer(stream.sequence_id, layer, max(0.0, end - time.monotonic())):
                 raise _LayerMissingError
 
         try:
@@ -83,7 +83,7 @@ class EarlyPrefill:
             logits = self._forward(StepBatch((self._slice_of(part, start),), before_layer))
             self._chunks[stream] = _Chunk(part, start, logits)
             done = True
-        except _LayerMissingError:
+        except (_LayerMissingError, SliceError):  # refused again, and ended, once it runs
             return 0
         finally:
             if not done:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from allocator import ConfigError, KVGeometry
+from allocator import ConfigError, KVGeometry, UsageError
 from kvstore.planning.model_config import FULL_ATTENTION, SLIDING_ATTENTION, cache_groups
 
 if TYPE_CHECKING:
@@ -128,6 +128,27 @@ def refuse_model(model: Any) -> None:
         raise ConfigError(
             f"{type(model).__name__} does not route attention through transformers' AttentionInterface "
             "(_supports_attention_backend is false), so its KV cannot be paged from outside"
+        )
+
+
+def bare_model(model: Any) -> Any:
+    """The model inside PEFT's wrapper. ConfigError for adapters that are no layers of it, such as learned prompts."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    inside = model.get_base_model()
+    if not getattr(inside, "peft_config", None):
+        raise ConfigError(f"{type(model).__name__} learned prompts instead of layers; expected adapters such as LoRA")
+    return inside
+
+
+def refuse_state(model: Any, *, named: bool, naming: str) -> None:
+    """Raise for a model whose KV is not now what its weights say. named: its adapters are; naming: how to do that."""
+    if model.training:
+        raise UsageError("the model is in training mode, where dropout changes its KV; call model.eval() first")
+    if not named and (adapters := getattr(model, "peft_config", None)):
+        raise ConfigError(
+            f"{type(model).__name__} carries adapters {sorted(adapters)}: name the active one with {naming}, "
+            "or its KV would be taken for the plain model's"
         )
 
 

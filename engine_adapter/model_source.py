@@ -14,13 +14,14 @@ import importlib.util
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allocator import ConfigError
+from engine_adapter.conversion_scratch import clear_stale, scratch_folder
 from engine_adapter.model_geometry import geometry_from_config
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def load_model(path: str | Path | PackagedModel | None, dtype: torch.dtype | str
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise ConfigError(f"dtype: got {dtype!r}; expected a floating-point dtype of torch, such as bfloat16")
     if path is None or isinstance(path, PackagedModel):
         packaged = path or SMOLLM2
         folder, name = packaged_model_dir(packaged), packaged.name
@@ -110,7 +114,6 @@ def load_model(path: str | Path | PackagedModel | None, dtype: torch.dtype | str
         name = folder.name
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"no model in {folder}: expected a transformers folder with a config.json")
-    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with _offline_and_quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -125,6 +128,7 @@ def packaged_model_dir(packaged: PackagedModel = SMOLLM2) -> Path:
     """
     parts = packaged_model_parts(packaged)
     folder = model_cache_dir() / packaged.name
+    clear_stale(folder.parent, packaged.name)
     wanted = {"conversion": _CONVERSION, "source_bytes": [part.stat().st_size for part in parts if part]}
     if _is_current(folder, wanted if all(parts) else {"conversion": _CONVERSION}):
         return folder
@@ -136,13 +140,13 @@ def packaged_model_dir(packaged: PackagedModel = SMOLLM2) -> Path:
             f"run `{packaged.install}`, or give the folder of another model"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{packaged.name}-", dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "model"
-        _convert(packaged, found, Path(scratch), fresh)
+    with scratch_folder(folder.parent, packaged.name) as scratch:
+        fresh = scratch / "model"
+        _convert(packaged, found, scratch, fresh)
         digest = _hash_files(_weight_files(fresh))
         record = {**wanted, "weights_sha256": digest, "weight_files": _file_marks(fresh)}
         (fresh / _SOURCE_FILE).write_text(json.dumps(record, indent=1))
-        _publish(fresh, folder, Path(scratch) / "replaced", wanted)
+        _publish(fresh, folder, scratch / "replaced", wanted)
     return folder
 
 

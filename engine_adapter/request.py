@@ -6,10 +6,10 @@ builds the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allocator.errors import UsageError
 from engine_adapter.media import EmbeddedMedia
@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it.
+    """One prompt and how to continue it. Token ids are ints, or an array or tensor of them of one dimension.
 
     `temperature` 0 is greedy; otherwise tokens are drawn from the softmax cut to `top_k` (0: all) and `top_p`.
     `n` asks for that many continuations, which share the prompt's blocks. `exact` accepts only cached keys and values
@@ -67,6 +67,12 @@ class Request:
     session: str | None = None
     turn: int | None = None
     retention: Sequence[Retention] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "forced_token_ids", "eos_token_ids"):
+            given = getattr(self, name)
+            if getattr(given, "ndim", 0) == 1 and hasattr(given, "tolist"):
+                object.__setattr__(self, name, given.tolist())
 
     def identity(self, own: Identity) -> Identity | None:
         """Whose KV this is, None for the store's `own`."""
@@ -153,10 +159,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     name = request.request_id
     if not isinstance(name, str) or not name or "#" in name:
         raise UsageError(f"request_id must be a non-empty string without '#', got {name!r}")
-    for what in ("token_ids", "forced_token_ids", "eos_token_ids"):
-        given = getattr(request, what)
-        if not isinstance(given, Sized) and not (what == "forced_token_ids" and given is None):
-            raise UsageError(f"request {name!r}: {what} must be a collection of token ids, got {given!r}")
+    _check_kinds(request)
     if len(request.token_ids) == 0:
         raise UsageError(f"request {name!r}: the prompt is empty; expected at least one token id")
     _check_token_ids(name, "token_ids", request.token_ids, vocab_size)
@@ -182,6 +185,28 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise UsageError(f"request {name!r}: temperature must be finite and >= 0, got {request.temperature}")
     if not 0.0 < request.top_p <= 1.0:
         raise UsageError(f"request {name!r}: top_p must be in (0, 1], got {request.top_p}")
+
+
+def _check_kinds(request: Request) -> None:
+    name = request.request_id
+    kinds: tuple[tuple[str, Any, str], ...] = (
+        ("token_ids", Sequence, "a list of token ids, or an array of one dimension"),
+        ("forced_token_ids", Sequence | None, "None, a list of token ids, or an array of one dimension"),
+        ("eos_token_ids", Collection, "a collection of token ids"),
+        ("keep_logits", Callable | None, "None or a function of (branch, position, logits)"),
+        ("on_token", Callable | None, "None or a function of (request id, branch, token id)"),
+        ("media", list | tuple, "a list of EmbeddedMedia"),
+    )
+    for what, kind, text in kinds:
+        given = getattr(request, what)
+        if not isinstance(given, kind) or isinstance(given, str | bytes | bytearray | Mapping):
+            shape = f" of shape {list(given.shape)}" if hasattr(given, "shape") else ""
+            raise UsageError(
+                f"request {name!r}: {what} must be {text}, got {given!r:.120} ({type(given).__name__}{shape})"
+            )
+    for token in request.eos_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise UsageError(f"request {name!r}: eos_token_ids must be ints, got {token!r}")
 
 
 def _check_names(request: Request) -> None:

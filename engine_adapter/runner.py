@@ -16,18 +16,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from allocator import ConfigError, GroupKind, IntegrityError, KVGeometry, UsageError
+from allocator import ConfigError, GroupKind, IntegrityError, KVError, KVGeometry, Slab, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
-from engine_adapter.batch import StepBatch
-from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_media, refuse_model
+from engine_adapter.batch import SliceError, StepBatch
+from engine_adapter.model_geometry import (
+    bare_model,
+    geometry_from_config,
+    kv_sources,
+    refuse_media,
+    refuse_model,
+    refuse_state,
+)
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.paged_function import PagedPass, borrow, current_pass, give_back, refuse_latents
 from engine_adapter.releases import TRANSFORMERS
+from engine_adapter.weights_watch import WeightsWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from allocator import Slab
     from kvstore.identity import Adapter
     from quant import BlockCodec
 
@@ -100,11 +107,13 @@ class HFRunner:
 
     model: a transformers model in eval mode. geometry: its KV geometry, made from its config when None (block_tokens
     then applies). backend: attention backend or its name, the best of this machine when None. use_adapter: makes the
-    model compute with an adapter, or (None) without; a step with several is one pass for each.
+    model compute with an adapter, or (None) without; a step with several is one pass for each. A model that carries
+    adapters (PEFT's) needs it: nothing else would tell their KV from the plain model's.
 
     The slab comes with `attach`, since a store is built for a geometry and the geometry comes from the model. While a
     runner holds a model, the model's own `generate` does not work; `release` gives the model back.
-    Raises ConfigError for models that cannot be paged.
+    Raises ConfigError for models that cannot be paged. A model that is converted later (`half`, `to`) is refused in the
+    next step; weights that change where they lie are not noticed: see KVStore.reset.
     """
 
     calls_before_layer = True
@@ -119,8 +128,11 @@ class HFRunner:
         use_adapter: Callable[[Adapter | None], None] | None = None,
     ) -> None:
         TRANSFORMERS.check(version("transformers"))
+        self.model = model = bare_model(model)
+        self._use_adapter = use_adapter
         refuse_model(model)
-        self.model = model
+        self._watch = WeightsWatch(model)
+        self._check_state()
         self.device: torch.device = model.device
         self.geometry = geometry or geometry_from_config(model.config, model.dtype, block_tokens)
         if backend is None or isinstance(backend, str):
@@ -136,25 +148,41 @@ class HFRunner:
         self._keeps_rows = "logits_to_keep" in parameters
         latents = any(group.kind is GroupKind.LATENT for group in self.geometry.groups)
         self._cache_argument = ("cache" if "cache" in parameters else "past_key_values") if latents else ""
-        self._use_adapter = use_adapter
         self._held = False
         _check_modules(model, self._layers)
         borrow(model)
         self._held = True
 
+    @property
+    def slab(self) -> Slab | None:
+        """What `attach` was given."""
+        return None if self.cache is None else self.cache.slab
+
+    @property
+    def cold_codec(self) -> BlockCodec | None:
+        return None if self.cache is None else self.cache.cold_codec
+
+    @property
+    def switches_adapters(self) -> bool:
+        return self._use_adapter is not None
+
     def attach(self, slab: Slab, cold_codec: BlockCodec | None = None) -> PagedCache:
         """Use this slab from now on; cold_codec decodes its INT4 slots. Returns the cache made over it."""
-        self.cache = PagedCache(slab, self.geometry, cold_codec)
-        if self.cache.device != self.device:
-            raise ConfigError(f"the slab lies on {self.cache.device}, the model on {self.device}; expected one device")
-        return self.cache
+        if not isinstance(slab, Slab):
+            raise UsageError(f"slab: got {type(slab).__name__}; expected a store's (store.slab), one with device bytes")
+        cache = PagedCache(slab, self.geometry, cold_codec)
+        if cache.device != self.device:
+            raise ConfigError(f"the slab lies on {cache.device}, the model on {self.device}; expected one device")
+        self.cache = cache
+        return cache
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Compute a step: write the KV of its tokens, return the logits asked for.
 
         Returns Tensor[batch.row_count, vocab] in the model's dtype, slice by slice in batch order.
-        Raises UsageError for token ids or tables that do not fit; then nothing was written. IntegrityError when a
-        layer of the model did not go through paged attention.
+        Raises UsageError for token ids or tables that do not fit; then nothing was written. SliceError for sequences
+        whose adapter or media the model does not take. IntegrityError when a layer of the model did not go through
+        paged attention.
         """
         adapters = list(dict.fromkeys(part.adapter for part in batch))
         if self._use_adapter is None:
@@ -166,8 +194,12 @@ class HFRunner:
             return self._forward(batch)
         rows: dict[str, torch.Tensor] = {}
         for adapter in adapters:
-            self._use_adapter(adapter)
             parts = tuple(part for part in batch if part.adapter == adapter)
+            try:
+                self._use_adapter(adapter)
+            except Exception as error:  # the caller's function: whoever asked for this adapter cannot be served
+                said = f"use_adapter({adapter}) raised {type(error).__name__}: {error}"
+                raise SliceError([part.sequence_id for part in parts], said) from error
             logits = self._forward(StepBatch(parts, batch.before_layer))
             pieces = logits.split([part.logits_count for part in parts])
             rows |= {part.sequence_id: piece for part, piece in zip(parts, pieces, strict=True)}
@@ -177,6 +209,7 @@ class HFRunner:
         cache = self.cache
         if cache is None or not self._held:
             raise UsageError("the runner has no slab: call attach(slab) first, and not after release()")
+        self._check_state()
         token_ids, positions, rows = self._flatten(batch)
         step = _Step(cache, self.backend, self._sources, batch)
         kwargs: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
@@ -200,6 +233,11 @@ class HFRunner:
         found: torch.Tensor = logits if self._keeps_rows else logits[rows]
         return found
 
+    def _check_state(self) -> None:
+        naming = "HFRunner(use_adapter=...) and Request(adapter=...)"
+        refuse_state(self.model, named=self._use_adapter is not None, naming=naming)
+        self._watch.check("a new HFRunner, and a store for it whose Identity names the weights as they are")
+
     def release(self) -> None:
         """Give the model back: once its last runner has released it, it attends as it did before. Idempotent."""
         if self._held:
@@ -208,16 +246,20 @@ class HFRunner:
 
     def _embed(self, token_ids: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Embeddings of the step's tokens, Tensor[1, tokens, hidden], with the features of media in their places."""
-        refuse_media(self.model)
+        try:
+            refuse_media(self.model)
+        except KVError as error:
+            raise SliceError([part.sequence_id for part in batch if part.media], str(error)) from error
         with torch.inference_mode():
             embeds: torch.Tensor = self.model.get_input_embeddings()(token_ids)
             first = 0
             for part in batch:
                 for offset, features in part.media:
                     if features.shape[1] != embeds.shape[2]:
-                        raise UsageError(
+                        raise SliceError(
+                            [part.sequence_id],
                             f"sequence {part.sequence_id!r} brings media features of {features.shape[1]} values; "
-                            f"the model's embeddings have {embeds.shape[2]}"
+                            f"the model's embeddings have {embeds.shape[2]}",
                         )
                     embeds[0, first + offset : first + offset + len(features)] = features.to(embeds)
                 first += part.token_count

@@ -31,6 +31,7 @@ from engine_adapter.adapter import LoadOutcome, StoreAdapter
 from engine_adapter.drafter import Drafter
 from engine_adapter.media import same_tokens
 from engine_adapter.request import Request
+from kvstore.fitting import outgrown
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
@@ -424,7 +425,8 @@ class Scheduler:
                 elif count > 1:
                     count = count // 2
                 else:
-                    self._on_failed(stream, error)
+                    sizes = (len(stream.request.token_ids), stream.request.output_limit, stream.computed)
+                    self._on_failed(stream, outgrown(self.geometry, self._store.pool.layout, sizes, error))
                     return 0
             else:
                 stream.stalled_steps = 0

@@ -101,7 +101,7 @@ class ToyRunner:
         self.position_limit: int | None = None
         self.forward_count = 0
         self.computed_tokens = 0
-        self._slab = slab
+        self.slab = slab
         self._read_cold = read_cold
 
     @classmethod
@@ -168,11 +168,11 @@ class ToyRunner:
         slots, offsets = np.divmod(part.slot_mappings[group_index], block_tokens)
         where = (torch.from_numpy(slots), inside, slice(None), torch.from_numpy(offsets))
         keys = self.model.channels(states, layer, group.kv_heads * group.key_dim, 1)
-        view = self._slab.keys_view(group_index)
+        view = self.slab.keys_view(group_index)
         view[where] = torch.from_numpy(keys).reshape(-1, group.kv_heads, group.key_dim).to(view.dtype)
         if group.value_dim:
             values = self.model.channels(states, layer, group.kv_heads * group.value_dim, 2)
-            view = self._slab.values_view(group_index)
+            view = self.slab.values_view(group_index)
             view[where] = torch.from_numpy(values).reshape(-1, group.kv_heads, group.value_dim).to(view.dtype)
 
     def _attend(self, part: SequenceSlice, states: Ints, layer: int) -> Ints:
@@ -198,8 +198,8 @@ class ToyRunner:
         slots = torch.from_numpy(entries >> 1)
         cold = np.flatnonzero(entries & 1 == FORM_INT4)
         full_slots = torch.where(torch.from_numpy(entries & 1 == FORM_INT4), torch.zeros_like(slots), slots)
-        keys = self._slab.keys_view(group_index)[full_slots, inside].to(torch.float32)
-        values = self._slab.values_view(group_index)[full_slots, inside].to(torch.float32) if group.value_dim else None
+        keys = self.slab.keys_view(group_index)[full_slots, inside].to(torch.float32)
+        values = self.slab.values_view(group_index)[full_slots, inside].to(torch.float32) if group.value_dim else None
         for place in cold.tolist():
             if self._read_cold is None:
                 raise IntegrityError(f"table entry {int(entries[place])} is INT4, but this runner has no codec")

@@ -23,6 +23,10 @@ _LOOK_SECONDS = 0.002  # between two looks at what a tier asks a server
 _WAIT_SECONDS = 0.25
 
 
+def _leave_it(results: Sequence[ResultCode]) -> None:
+    """The end of a transfer whose buffers nobody wants back."""
+
+
 class TiersBelow:
     """tiers: fast to slow, closed with this."""
 
@@ -67,8 +71,10 @@ class TiersBelow:
         assert found is not None
         return found
 
-    def wait_or_leave(self, transfer: Transfer, until: float, on_end: OnEnd) -> tuple[ResultCode, ...] | None:
-        """Results, or None at `until`: then on_end is called as by `begin`."""
+    def wait_or_leave(
+        self, transfer: Transfer, until: float, on_end: OnEnd = _leave_it
+    ) -> tuple[ResultCode, ...] | None:
+        """Results, or None at `until`: then on_end is called as by `begin`, for whoever still wants to know."""
         return self._wait(transfer, until, on_end)
 
     def _wait(self, transfer: Transfer, until: float, on_end: OnEnd | None) -> tuple[ResultCode, ...] | None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from allocator import FULL, BlockTable, CapacityError, GroupKind
 from kvstore.costs import Stretch
+from kvstore.fitting import bytes_for, full_blocks_ever, least_extents, most_tokens, prompt_blocks
 from kvstore.sequence import Admission, Hit, PendingCopy, Sequence, SequenceState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Items
 
     from allocator import BlockPool, KVGeometry
@@ -53,7 +54,7 @@ class Admitter:
 
     def find(self, root: bytes, hashes: Items[bytes], exact: bool) -> HitPlan:
         """The longest hit worth having: from where on copies are slower to load than to recompute, it ends."""
-        plan = self._residency.plan(root, hashes, exact)
+        plan = found = self._residency.plan(root, hashes, exact)
         start = plan.device_blocks
         if start == plan.blocks or self._costs.always_load:
             return plan
@@ -67,14 +68,22 @@ class Admitter:
             if not count:
                 plan = self._residency.on_device(plan, root, hashes, exact)
         plan.pending, plan.stretches, plan.loaded_stretches = pending, stretches, count
+        plan.found = found if plan is not found else None
         return plan
 
-    def note_choice(self, plan: HitPlan) -> None:
-        """A sequence goes by this plan."""
+    def note_choice(self, sequence: Sequence, plan: HitPlan, asked_blocks: int) -> None:
+        """A sequence goes by this plan, which was made for so many of its blocks."""
+        chain = sequence.chain
+        tokens = chain.token_count
+        self._residency.note_lookup(plan, chain.root, chain.hashes, asked_blocks=asked_blocks, tokens=tokens)
         if plan.stretches:
             self._costs.note_choice(plan.stretches, plan.loaded_stretches)
             left = sum(stretch.tokens for stretch in plan.stretches[plan.loaded_stretches :])
             self._metrics.recomputed(left, cause="cheaper")
+
+    def note_reuse(self, sequence: Sequence, blocks_by_tier: Mapping[str, int]) -> None:
+        """What a sequence waited for has come."""
+        self._residency.note_reuse(sequence.chain.root, sequence.chain.hashes[0], blocks_by_tier)
 
     def _stretches(self, plan: HitPlan, start: int) -> list[Stretch]:
         """The blocks of a plan from `start` on, by the slowest tier that each needs; one on the device goes along."""
@@ -127,6 +136,10 @@ class Admitter:
         for group in plan.groups:
             for position, copy in group.copies.items():
                 tiers.setdefault(position, copy.tier.name)
+        if (first := plan.first_read) in tiers:
+            tiers |= dict.fromkeys(
+                range(first), tiers[first]
+            )  # that nothing reads them is owed to what is read instead
         counts: dict[str, int] = {}
         ready = plan.blocks - len(tiers)
         if ready:
@@ -135,23 +148,31 @@ class Admitter:
             counts[name] = counts.get(name, 0) + self._geometry.block_tokens
         return counts
 
-    def check_fits(self, token_count: int) -> None:
-        """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
-        block_tokens, layout = self._geometry.block_tokens, self._pool.layout
-        for index, group in enumerate(self._geometry.groups):
-            held = token_count
-            if group.kind is GroupKind.SLIDING and group.window_tokens is not None:
-                held = min(token_count, group.window_tokens + 2 * block_tokens)
-            needed = -(-held // block_tokens)
-            ever = (layout.extent_count - layout.spare_count) * layout.per_extent[2 * index + FULL]
+    def check_fits(self, token_count: int, answer_tokens: int = 0, *, exact: bool = False) -> None:
+        """CapacityError (permanent) when a prompt, or it and its answer, can never be on the device at once."""
+        geometry, layout = self._geometry, self._pool.layout
+        for index, group in enumerate(geometry.groups):
+            needed, ever = prompt_blocks(geometry, index, token_count), full_blocks_ever(layout, index)
             if needed > ever:
+                enough = bytes_for(geometry, layout, token_count, token_count + answer_tokens, cools=not exact)
                 raise CapacityError(
                     needed,
                     ever,
-                    f"blocks of group {group.name!r} for a sequence of {token_count} tokens, more than the slab can "
-                    "ever hold: raise device_bytes or shorten the prompt",
+                    f"blocks of group {group.name!r} for a prompt of {token_count} tokens, more than the slab can ever "
+                    "hold (a prompt must fit in full precision when it is admitted, INT4 or not; device_bytes of "
+                    f"{enough} would do, or a shorter prompt)",
                     permanent=True,
                 )
+        total, cools = token_count + answer_tokens, not exact
+        if answer_tokens and least_extents(geometry, layout, total, cools=cools) > layout.extent_count:
+            cooled = "with every block cooled that may cool" if cools and layout.spare_count else "in full precision"
+            raise CapacityError(
+                bytes_for(geometry, layout, token_count, total, cools=cools),
+                layout.total_bytes,
+                f"bytes of device_bytes for {token_count} prompt tokens and {answer_tokens} new ones, {cooled} (one "
+                f"sequence has at most {most_tokens(geometry, layout, cools=cools)} tokens there)",
+                permanent=True,
+            )
 
     # -- admit --------------------------------------------------------------------------------------------------
 

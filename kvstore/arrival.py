@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Items
+
+    import numpy.typing as npt
 
     from allocator import BlockPool, KVGeometry
     from kvstore.admission import Admitter
@@ -88,9 +92,19 @@ class Arrivals:
         sequence.committed = sequence.reused_tokens = blocks * self._block_tokens
         sequence.sealed_blocks = blocks
         by_tier = Counter(tier for position, tier in fetched.items() if position < blocks)
+        first = min(self._first_read(table.ids()) for table in sequence.tables) if fetched and blocks else 0
+        if first in fetched:
+            by_tier[fetched[first]] += first  # that nothing reads them is owed to what is read instead
         if by_tier.total() < blocks:
             by_tier["device"] = blocks - by_tier.total()
         hits = {name: count * self._block_tokens for name, count in by_tier.items()}
         self._metrics.count_request(sequence.sequence_id, sequence.chain.token_count, hits)
         self._metrics.reused(sequence.reused_tokens, hits)
+        if fetched and blocks:
+            self._admitter.note_reuse(sequence, by_tier)
         self._upkeep.touch_below(sequence, blocks)
+
+    @staticmethod
+    def _first_read(ids: npt.NDArray[np.int32]) -> int:
+        """Of a table's entries, before which it has dropped all."""
+        return int(np.argmax(ids >= 0)) if len(ids) else 0

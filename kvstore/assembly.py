@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from kvstore.tier import Tier
     from quant import BlockCodec
 
+_LOG = logging.getLogger(__name__)
+
 COOL_QUEUE_BLOCKS = 1 << 16  # blocks remembered for cooling; beyond it the oldest stays raw and is counted
 
 
@@ -67,7 +70,7 @@ class Parts:
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """For the choice between loading and computing, and for tiers that want to know."""
         self.costs.observe_prefill(tokens, seconds)
-        for tier in self.tiers:
+        for tier in self.tiers if self.costs.is_telling(tokens, seconds) else ():
             tier.note_prefill_speed(self.costs.prefill_tokens_per_second)
 
 
@@ -99,6 +102,7 @@ def assemble(
 
     if tiers is None:
         tiers = () if device_name == "absent" else own_tiers(geometry, config, layout, on_failed)
+        _say_what_is_private(config)
     for tier in tiers:
         tier.set_waker(waker)
     executor = make_executor(config.io_threads, on_failed=on_failed)
@@ -121,7 +125,7 @@ def assemble(
     )
     _tell_of_evictions(pool, upkeep, metrics, announcer)
     admitter = Admitter(geometry, pool, residency, mover, costs, metrics, quotas)
-    retainer = Retainer(pool, geometry.block_tokens, quotas)
+    retainer = Retainer(pool, geometry.block_tokens, quotas, upkeep)
     growth = Growth(geometry, pool, device, upkeep, metrics, announcer, retainer, poison=config.debug_poison)
     return Parts(
         cold_codec=codec,
@@ -160,7 +164,12 @@ def _device(
         return codec, layout, AbsentDevice(layout)
     from kvstore.device_blocks import DeviceBlocks
 
-    return codec, layout, DeviceBlocks(geometry, layout, codec, device_name)
+    try:
+        return codec, layout, DeviceBlocks(geometry, layout, codec, device_name)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(
+            f"device_bytes: got {config.device_bytes}, which this machine does not give ({error}); expected less"
+        ) from error
 
 
 def _tell_of_evictions(pool: BlockPool, upkeep: Upkeep, metrics: StoreMetrics, announcer: Announcer) -> None:
@@ -191,6 +200,13 @@ def _check_parts(geometry: KVGeometry, device_name: str, tiers: Items[Tier] | No
         raise ConfigError(f"tiers: got {kept} for device 'absent', which has no bytes; expected none that keep bytes")
 
 
+def _say_what_is_private(config: KVStoreConfig) -> None:
+    lasting = [name for name in ("daemon_socket", "disk_path", "redis_url") if getattr(config, name)]
+    if lasting and not config.share:
+        meaning = "no later start and nobody else finds what this store leaves there"
+        _LOG.warning("%s without share=True: %s", ", ".join(lasting), meaning)
+
+
 def own_tiers(
     geometry: KVGeometry, config: KVStoreConfig, layout: ExtentLayout, on_failed: Callable[[str], None]
 ) -> tuple[Tier, ...]:
@@ -206,9 +222,12 @@ def own_tiers(
         if config.daemon_socket:
             tiers.append(_daemon_tier(geometry, config, on_failed))
         if config.disk_path:
+            from kvstore.disk_tier.index import LEAST_BYTES
             from kvstore.disk_tier.tier import DiskTier
             from kvstore.frame.specs import geometry_specs
 
+            if config.disk_bytes < LEAST_BYTES:
+                raise ConfigError(f"disk_bytes: got {config.disk_bytes}; expected at least {LEAST_BYTES}")
             executor = make_executor(config.io_threads, "kvstore-disk", on_failed=on_failed)
             specs, secret = geometry_specs(geometry), config.secret.encode() or None
             place = (config.disk_path, config.disk_bytes, executor)

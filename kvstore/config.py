@@ -1,7 +1,7 @@
 """The settings of a store: one frozen value, from keywords, TOML and the environment.
 
 Precedence: environment over file over defaults. Every wrong value is a ConfigError that names the key, what was given
-and what is expected; unknown keys are refused, so that a typing error never passes for a setting. About 25 keys.
+and what is expected; unknown keys are refused, so that a typing error never passes for a setting. 28 keys.
 
 Pure values; no lock, any thread.
 """
@@ -38,7 +38,8 @@ _Reader: TypeAlias = Callable[[Any], Any]
 
 
 class _RefusedError(Exception):
-    """A reader's refusal; becomes a ConfigError with the key's name and expectation."""
+    """A reader's refusal; becomes a ConfigError with the key's name and expectation. Its text, where it has one, says
+    which part of what was given is wrong."""
 
 
 def _whole(least: int, most: int) -> _Reader:
@@ -117,10 +118,11 @@ def _secret(value: Any) -> str:
     if text.startswith("file:"):
         try:
             text = Path(text.removeprefix("file:")).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            raise _RefusedError from None
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "not UTF-8"
+            raise _RefusedError(f"a file that cannot be read ({why})") from None
     if text and not 16 <= len(text.encode()) <= 64:
-        raise _RefusedError
+        raise _RefusedError(f"{len(text.encode())} bytes")
     return text
 
 
@@ -170,7 +172,7 @@ class KVStoreConfig:
     """Signs copies in tiers that others can write to; better from the environment or a file than from TOML."""
 
     zstd_level: int = _key(0, "an int in [0, 19]", _whole(0, 19))
-    """Pack copies on disk and remote with zstd at this level; 0: do not. For links slower than about 0.2 GB/s."""
+    """Pack copies on disk and remote with zstd at this level; 0: do not. For links slower than about 0.13 GB/s."""
 
     # cold copies
     codec: str = _key("int4", "one of int4, int8k, raw", _one_of("int4", "int8k", "raw"))
@@ -202,7 +204,7 @@ class KVStoreConfig:
     io_threads: str = _key("thread", "thread or inline", _one_of("thread", "inline"))
     """Where tiers copy: a thread each, or inside the call (simulation, tests)."""
     share: bool = _key(False, "true or false", _truth)
-    """Copies may leave this process: needs an identity with known weights."""
+    """Others may use what this store leaves in its tiers, and it theirs: needs known weights. Off: names of its own."""
     lease_seconds: float = _key(30.0, "a number in (0, 86400]", _real(0, 86400, above=True))
     """Life of a pin: the default, and the longest. All pins together hold half of the device's memory at most."""
     debug_poison: bool = _key(False, "true or false", _truth)
@@ -260,9 +262,10 @@ class KVStoreConfig:
 def _read(name: str, metadata: Mapping[Any, Any], value: Any) -> Any:
     try:
         return metadata["read"](value)
-    except (_RefusedError, OverflowError):
+    except (_RefusedError, OverflowError, ValueError) as error:  # also of numbers with thousands of digits
         kind = type(value).__name__
-        given = kind if metadata["private"] else f"{value!r} ({kind})"
+        told = str(error) if isinstance(error, _RefusedError) else ""
+        given = told or (kind if metadata["private"] else f"{value!r:.120} ({kind})")
         raise ConfigError(f"{name}: got {given}; expected {metadata['expected']}") from None
 
 

@@ -1,7 +1,8 @@
 """What a tier with room of its own holds and what goes first: copies, the blocks they belong to, parents, recency.
 
 A copy may go when it is not fenced (pinned, read, being written) and its block has no stored children or has another
-copy: leaves first. Candidates are kept by slot size; where the slots lie and which size gives way is the subclass's.
+copy: leaves first. Candidates are kept on shelves, by slot size unless a subclass says otherwise; of a shelf the lowest
+rank goes first, which is priority and then recency. Where the slots lie and which size gives way is the subclass's.
 
 Pure bookkeeping, no bytes. Used by the host and the disk tier, under the tier's lock.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from allocator.block_marks import PRIORITY_DEFAULT
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
 
+_TICK_BITS = 48
 _BlockName: TypeAlias = tuple[bytes, int, bytes]  # root, group, hash: a block, whatever form its copies have
 
 
@@ -44,7 +47,9 @@ class CopyEntry:
         "named_tick",
         "parent",
         "pin_count",
+        "priority",
         "reader_count",
+        "shelf",
         "size_bytes",
         "slot_bytes",
         "tick",
@@ -57,6 +62,8 @@ class CopyEntry:
         self.parent = None if parent == key.root else parent
         self.size_bytes = size_bytes
         self.slot_bytes = slot_bytes
+        self.shelf: Any = slot_bytes  # hashable
+        self.priority = PRIORITY_DEFAULT
         self.block: _Block | None = None
         self.reader_count = 0
         self.pin_count = 0
@@ -64,7 +71,12 @@ class CopyEntry:
         self.named_tick = 0  # the last use when `fading` named it
         self.use_count = 0  # reads and touches since it was stored
         self.is_linked = False  # can be found
-        self.is_queued = False  # is in its size's heap of candidates
+        self.is_queued = False  # is in its shelf's heap of candidates
+
+    @property
+    def rank(self) -> int:
+        """What goes first has the lowest: the time of its last use, for the usual priority."""
+        return self.tick + (self.priority - PRIORITY_DEFAULT << _TICK_BITS)
 
     @property
     def is_fenced(self) -> bool:
@@ -93,7 +105,8 @@ class CopyIndex(ABC, Generic[Entry]):
         self.orphan_count = 0
         self.counts: Counter[str] = Counter()
         self._blocks: dict[_BlockName, _Block] = {}
-        self._candidates: dict[int, list[tuple[int, int, Entry]]] = {}
+        self._candidates: dict[Hashable, list[tuple[int, int, Entry]]] = {}
+        self._linked_on: Counter[Hashable] = Counter()  # by shelf
         self._tick = 0
 
     @abstractmethod
@@ -159,6 +172,7 @@ class CopyIndex(ABC, Generic[Entry]):
             family = self.families[entry.family] = {}
         family[entry.key.hash] = entry
         self.copy_count += 1
+        self._linked_on[entry.shelf] += 1
         self.touch(entry)
         block = entry.block = self._block(entry.key, entry.key.hash)
         if block.parent is None and entry.parent is not None:
@@ -189,6 +203,9 @@ class CopyIndex(ABC, Generic[Entry]):
         entry.is_linked = False
         entry.pin_count = 0
         self.copy_count -= 1
+        self._linked_on[entry.shelf] -= 1
+        if not self._linked_on[entry.shelf]:
+            del self._linked_on[entry.shelf]
         block = entry.block
         assert block is not None
         block.copies.remove(entry)
@@ -237,28 +254,32 @@ class CopyIndex(ABC, Generic[Entry]):
     # eviction --------------------------------------------------------------------------------------------------------
 
     def requeue(self, entry: Entry) -> None:
-        """Make an entry a candidate, if it may go. Every copy that may go is in the heap of its size."""
-        if entry.is_queued or not entry.may_go:
-            return
+        """Make an entry a candidate, if it may go. Every copy that may go is in the heap of its shelf."""
+        if not entry.is_queued and entry.may_go:
+            self._enqueue(entry)
+
+    def _enqueue(self, entry: Entry) -> None:
+        """Put it in at its rank; once more where it is in at a higher one."""
         entry.is_queued = True
-        heap = self._candidates.get(entry.slot_bytes)
+        heap = self._candidates.get(entry.shelf)
         if heap is None:
-            heap = self._candidates[entry.slot_bytes] = []
-        heapq.heappush(heap, (entry.tick, id(entry), entry))
-        if len(heap) > 64 and len(heap) > 2 * self.copy_count:  # copies deleted since then must not pile up here
-            heap[:] = [item for item in heap if item[2].is_linked]
+            heap = self._candidates[entry.shelf] = []
+        heapq.heappush(heap, (entry.rank, id(entry), entry))
+        if len(heap) > 64 and len(heap) > 2 * self._linked_on[entry.shelf]:  # deleted ones must not pile up
+            held = {id(entry): entry for _, _, entry in heap if entry.is_linked}
+            heap[:] = [(entry.rank, number, entry) for number, entry in held.items()]
             heapq.heapify(heap)
 
-    def _oldest(self, slot_bytes: int) -> Entry | None:
-        """The least recently used copy of a size that may go; it stays queued."""
-        heap = self._candidates.get(slot_bytes, [])
+    def _oldest(self, shelf: Hashable) -> Entry | None:
+        """The copy of a shelf that goes first, of those that may; it stays queued."""
+        heap = self._candidates.get(shelf, [])
         while heap:
-            tick, _, entry = heap[0]
+            rank, _, entry = heap[0]
             if not entry.may_go:
                 heapq.heappop(heap)
                 entry.is_queued = False
-            elif tick != entry.tick:
-                heapq.heapreplace(heap, (entry.tick, id(entry), entry))
+            elif rank != entry.rank:
+                heapq.heapreplace(heap, (entry.rank, id(entry), entry))
             else:
                 return entry
         return None
@@ -269,9 +290,9 @@ class CopyIndex(ABC, Generic[Entry]):
         A prefix goes leaf by leaf, within one put if need be, and without its front no leaf is worth keeping.
         """
         found: list[Entry] = []
-        for slot_bytes, heap in self._candidates.items():
+        for shelf, heap in self._candidates.items():
             looked_at: list[tuple[int, int, Entry]] = []
-            while len(looked_at) < count and self._oldest(slot_bytes) is not None:
+            while len(looked_at) < count and self._oldest(shelf) is not None:
                 looked_at.append(heapq.heappop(heap))
             for item in looked_at:
                 heapq.heappush(heap, item)

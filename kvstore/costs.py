@@ -15,6 +15,7 @@ from allocator.errors import UsageError
 
 _FADE = 0.9  # weight that a measurement keeps when the next one comes
 _FADE_WHEN_QUICKER = 0.25
+_LEAST_PREFILL_TOKENS = 64  # of fewer, what every step takes would be taken for what they take
 _MIN_SECONDS = 1e-9
 _LONGEST_LOAD_SECONDS = 60.0  # an engine that paused or a clock that jumped must not be remembered for ever
 # Refusals of a tier in a row after which one fetch is tried, to learn whether it has recovered. One that nobody has
@@ -117,12 +118,17 @@ class CostModel:
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` took `seconds`."""
-        if tokens <= 0 or not seconds > 0 or not math.isfinite(seconds):
+        if not self.is_telling(tokens, seconds):
             return
         summed_tokens = self._prefill[0] * _FADE + tokens
         summed_seconds = self._prefill[1] * _FADE + seconds
         self._prefill = (summed_tokens, summed_seconds)
         self.prefill_tokens_per_second = summed_tokens / summed_seconds
+
+    @staticmethod
+    def is_telling(tokens: int, seconds: float) -> bool:
+        """Whether a prefill says something of the speed of longer ones."""
+        return tokens >= _LEAST_PREFILL_TOKENS and seconds > 0 and math.isfinite(seconds)
 
     def leading_stretches(self, stretches: Sequence[Stretch], queued_bytes: Mapping[str, int] | None = None) -> int:
         """How many leading stretches to load so that loading them and computing the rest is quickest. Changes nothing.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allocator import COLD, FULL, CannotRollback, CapacityError, IntegrityError, UsageError
-from kvstore.arguments import length
+from kvstore.arguments import length, whole
 from kvstore.sequence import RUNNING
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ class Growth:
 
     def slot_mapping(self, sequence: Sequence, group: int, start: int, count: int) -> npt.NDArray[np.int64]:
         """Places of tokens that are written and not committed; any other token's block may be shared."""
+        if not (type(group) is type(start) is type(count) is int):
+            group, start, count = whole("group", group, 0), whole("start", start, 0), whole("count", count, 0)
         if not 0 <= group < len(sequence.tables):
             raise UsageError(f"group: got {group!r}; expected 0..{len(sequence.tables) - 1}")
         final = sequence.committed if sequence.state is RUNNING else sequence.loading_tokens

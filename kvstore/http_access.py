@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from pathlib import Path
 
 TOKEN_CHARACTERS = (16, 512)
@@ -21,7 +22,7 @@ def read_address(text: str) -> tuple[str, int] | None:
     """(host, port) of "PORT" (on loopback), "HOST:PORT" or "[HOST]:PORT"; None for anything else."""
     host, _, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not port.isascii() or not port.isdigit() or int(port) >= 1 << 16 or (":" in host and not bracketed):
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16 or (":" in host and not bracketed):
         return None
     return host.strip("[]") or "127.0.0.1", int(port)
 

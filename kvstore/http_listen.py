@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -73,8 +74,10 @@ class _BoundedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
-        with suppress(AttributeError):  # asyncio's is a cycle through this; the daemon hardly looks for cycles
-            self.transport._read_ready_cb = None  # type: ignore[attr-defined]
+        self.transport.close()  # it is a cycle until then, also where it was lost; the daemon hardly looks for cycles
+        if sys.version_info < (3, 12):
+            with suppress(AttributeError):  # asyncio's stayed one, until there was nothing left to mend there
+                self.transport._read_ready_cb = None  # type: ignore[attr-defined]
 
     def _begin(self, *, waits: bool) -> None:
         """To wait for a head, or to answer: each has its time from now on."""

@@ -110,7 +110,7 @@ class Identity:
     """Everything that shapes KV values beside the tokens, and who may share them.
 
     model      name of the model
-    weights    digest or revision of the weights; None: unknown, then blocks must stay in this process
+    weights    digest or revision of the weights; None: unknown, then no other process can use the blocks
     geometry   an object with fingerprint() -> bytes (allocator.KVGeometry), or those bytes: shapes, stored dtype,
                scale identity and position scheme, of the whole model
     adapter    Adapter, name, (name, id, digest) or None
@@ -172,7 +172,7 @@ class Identity:
         return replace(self, epoch=self.epoch + 1)
 
     def require_shareable(self) -> None:
-        """Raise ConfigError unless the weights are known: unknown weights must not leave the process."""
+        """Raise ConfigError unless the weights are known: KV of unknown weights must not be found by others."""
         if not self.weights:
             raise ConfigError(
                 f"weights: got {self.weights!r} while sharing is on; expected a digest or revision of the weights, "
@@ -233,7 +233,7 @@ class HashChain:
         "_placeholders",
         "_tokens",
         "block_tokens",
-        "epoch",
+        "origin",
         "root",
     )
 
@@ -250,7 +250,7 @@ class HashChain:
         self._media: list[Media] = []
         self._media_starts: list[int] = []
         self._groups: dict[int, list[bytes]] = {}
-        self.epoch: int | None = None  # of the store that made the chain, so that it can tell one of before a reset
+        self.origin: tuple[int, bytes] | None = None  # epoch and mark of the store that made it
 
     @property
     def placeholder_ids(self) -> frozenset[int]:
@@ -356,7 +356,7 @@ class HashChain:
         """An independent chain with the same past."""
         other = HashChain.__new__(HashChain)
         other.root, other.block_tokens, other._placeholders = self.root, self.block_tokens, self._placeholders
-        other.epoch = self.epoch
+        other.origin = self.origin
         other._tokens, other._hashes = self._tokens[:], self._hashes[:]
         other._media, other._media_starts = self._media[:], self._media_starts[:]
         other._groups = {lookahead: keys[:] for lookahead, keys in self._groups.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from allocator import UnknownSequence, UsageError
+from kvstore.arguments import text_id
 from kvstore.sequence import RUNNING, Sequence
 
 
@@ -24,15 +25,22 @@ class LiveSequences(dict[str, Sequence]):
         if self.closed:
             raise UsageError("this store is closed")
 
+    def _find(self, sequence_id: str) -> Sequence | None:
+        try:
+            return self.get(sequence_id)
+        except TypeError:  # no hash, so no id
+            text_id("sequence_id", sequence_id)
+            raise
+
     def live(self, sequence_id: str) -> Sequence:
         self.check_open()
-        if (sequence := self.get(sequence_id)) is None:
+        if (sequence := self._find(sequence_id)) is None:
             raise UnknownSequence(f"no live sequence {sequence_id!r}: never admitted, or finished, aborted, preempted")
         return sequence
 
     def running(self, sequence_id: str) -> Sequence:
         """One that has all that it was to load."""
-        sequence = self.get(sequence_id)
+        sequence = self._find(sequence_id)
         if sequence is not None and sequence.state is RUNNING:
             return sequence
         self.live(sequence_id)
@@ -40,7 +48,7 @@ class LiveSequences(dict[str, Sequence]):
 
     def computing(self, sequence_id: str) -> Sequence:
         """One that may compute: it runs, or loads by layers and waits for each before it is read."""
-        sequence = self.get(sequence_id)
+        sequence = self._find(sequence_id)
         if sequence is not None and (sequence.state is RUNNING or sequence.by_layer):
             return sequence
         return self.running(sequence_id)

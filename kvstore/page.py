@@ -74,6 +74,7 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 td.meaning { text-align: left; white-space: normal; min-width: 260px; color: var(--soft); }
+th.words, td.words { text-align: left; white-space: normal; min-width: 110px; }
 tbody th { font-weight: 600; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
 """

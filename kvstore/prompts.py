@@ -1,14 +1,19 @@
 """From token ids to a checked hash chain: the one place where a prompt gets its name.
 
 Holds the store's identity and epoch. The epoch counts for every identity that is served, so that a reset reaches all of
-them. Refuses whatever would give KV a name that belongs to other KV: a chain of another identity or of before a reset,
-an identity of another geometry, media placeholders that no media covers.
+them. Refuses whatever would give KV a name that belongs to other KV: a chain of before a reset, or hashed elsewhere
+under another identity that nobody named here, an identity of another geometry, media placeholders that no media covers.
+
+A store that does not share, but has tiers from which others can read, salts its roots with random bytes of its own: no
+other process can ask for its copies, and it cannot ask for theirs.
 
 `chain` may be called without the store's lock; `begin_epoch` needs it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
     from kvstore.tier import Tier
 
 _DESCRIBED_LIMIT = 4096
+_SALT_BYTES = 32
+_MARK_BYTES = 16
+_SALTED_TAG = b"kvstore root of one process"
 
 
 def _words(identity: Identity) -> dict[str, str]:
@@ -43,16 +51,27 @@ def _words(identity: Identity) -> dict[str, str]:
 
 
 class Prompts:
-    """identity: the store's own. placeholder_ids: tokens that stand for media. share: copies may leave the process."""
+    """identity: the store's own. placeholder_ids: tokens that stand for media. share: others may use the copies.
+
+    reachable: there are tiers below in which others could find them.
+    """
 
     def __init__(
-        self, geometry: KVGeometry, identity: Identity, *, placeholder_ids: Iterable[int], share: bool
+        self,
+        geometry: KVGeometry,
+        identity: Identity,
+        *,
+        placeholder_ids: Iterable[int],
+        share: bool,
+        reachable: bool,
     ) -> None:
         self._fingerprint = geometry.fingerprint()
         self._geometry = geometry
         self._block_tokens = geometry.block_tokens
         self._placeholder_ids = frozenset(whole("placeholder_ids", one, 0, 2**32 - 1) for one in placeholder_ids)
         self._share = share
+        self._salt = os.urandom(_SALT_BYTES) if reachable and not share else b""
+        self._mark = os.urandom(_MARK_BYTES)  # of the chains that were made here
         if not isinstance(identity, Identity):
             raise ConfigError(f"identity: got {type(identity).__name__}; expected kvstore.Identity")
         if not identity.model:
@@ -68,7 +87,11 @@ class Prompts:
             identity.require_shareable()
         self._described_to: tuple[Tier, ...] = ()
         self._described: set[bytes] = set()
-        self._current = identity, identity.root()
+        self._current = identity, self._root(identity)
+
+    def _root(self, identity: Identity) -> bytes:
+        root = identity.root()
+        return hashlib.sha256(_SALTED_TAG + self._salt + root).digest() if self._salt else root
 
     @property
     def identity(self) -> Identity:
@@ -76,7 +99,7 @@ class Prompts:
 
     def is_current(self, chain: HashChain) -> bool:
         """False for a chain that was made before the last reset."""
-        return chain.epoch is None or chain.epoch == self.identity.epoch
+        return chain.origin is None or chain.origin[0] == self.identity.epoch
 
     def _fits(self, identity: Identity) -> bool:
         given = identity.geometry
@@ -87,7 +110,7 @@ class Prompts:
     def begin_epoch(self, epoch: int) -> None:
         """A reset: no name given before will be given again."""
         identity = replace(self.identity, epoch=epoch)
-        self._current = identity, identity.root()
+        self._current = identity, self._root(identity)
         self._described.clear()
         self._tell(identity, self._current[1])
 
@@ -116,7 +139,7 @@ class Prompts:
         if identity is not None:
             root = self._root_of(identity, own.epoch)
         chain = HashChain(root, self._block_tokens, placeholder_ids=self._placeholder_ids)
-        chain.epoch = own.epoch
+        chain.origin = own.epoch, self._mark
         chain.extend(token_ids, media)
         return chain
 
@@ -130,7 +153,7 @@ class Prompts:
         if self._share:
             identity.require_shareable()
         served = identity if identity.epoch >= epoch else replace(identity, epoch=epoch)
-        root = served.root()
+        root = self._root(served)
         self._tell(served, root)
         return root
 
@@ -139,10 +162,21 @@ class Prompts:
             raise UsageError(
                 f"the prompt was hashed in blocks of {chain.block_tokens}, this store's are {self._block_tokens}"
             )
-        if not self.is_current(chain):
+        epoch, mark = chain.origin or (self.identity.epoch, b"")
+        if epoch != self.identity.epoch:
             raise UsageError(
-                f"the prompt was hashed before a reset (epoch {chain.epoch}, now {self.identity.epoch}); "
+                f"the prompt was hashed before a reset (epoch {epoch}, now {self.identity.epoch}); "
                 "expected a chain prepared since"
+            )
+        if mark != self._mark and self._salt:
+            raise UsageError(
+                "the prompt was hashed outside this store, which has names of its own where `share` is off; "
+                "expected a chain from its prepare"
+            )
+        if mark != self._mark and identity is None and chain.root != self._current[1]:
+            raise UsageError(
+                "the prompt was hashed elsewhere, under another identity than this store's own; expected a chain from "
+                "its prepare, or that identity said here too"
             )
         if media:
             raise UsageError("media: the prompt was hashed already; expected its media to be given to prepare")

@@ -123,9 +123,9 @@ class QueuedTier(Tier):
     def submit_put(self, items: Sequence[PutItem | tuple[Any, ...]]) -> Transfer:
         jobs = []
         for item in items:
-            if not isinstance(item, tuple) or len(item) not in (2, 3):
-                raise UsageError(f"put: got {item!r}; expected (key, pieces) or (key, pieces, parent)")
-            key, pieces, parent = item if len(item) == 3 else (*item, None)
+            if not isinstance(item, tuple) or not 2 <= len(item) <= 4:
+                raise UsageError(f"put: got {item!r}; expected (key, pieces), and perhaps a parent and steps")
+            key, pieces, parent, steps = PutItem(*item)
             if not isinstance(key, CopyKey):
                 raise UsageError(f"tier {self.name}: got {key!r}; expected a CopyKey")
             if parent is not None and (not isinstance(parent, bytes) or len(parent) != 32):
@@ -133,7 +133,7 @@ class QueuedTier(Tier):
             if parent == key.hash:
                 raise UsageError(f"put: block {key.hash.hex()} is its own parent")
             rows = _rows(pieces)
-            jobs.append(Job(key, rows, parent, sum([row.nbytes for row in rows])))
+            jobs.append(Job(key, rows, parent, sum([row.nbytes for row in rows]), steps))
         return self._start(TransferKind.PUT, jobs)
 
     def submit_get(self, items: Sequence[GetItem | tuple[Any, ...]], *, by_layer: bool = False) -> Transfer:

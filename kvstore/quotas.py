@@ -36,6 +36,7 @@ class Quotas:
     def __init__(self, pool: BlockPool, sequences: Mapping[str, Sequence]) -> None:
         self._pool = pool
         self._sequences = sequences
+        self._full_bytes = pool.layout.raw_slot_bytes[::2]  # by group
         self._numbers: dict[str, int] = {}  # of every tenant that ever had one: its blocks are marked with it
         self._quotas: dict[str, int] = {}
         self.refused_count = 0
@@ -67,13 +68,23 @@ class Quotas:
         tables = [table.ids() for one in mine for table in one.tables]
         return self._pool.live_bytes([*tables, *(np.array(ids, dtype=np.int32) for ids in also)])
 
+    def _may_be_over(self, tenant: str, also: Items[Items[int]] = (), needed_bytes: int = 0) -> bool:
+        """Whether the blocks have to be looked at: False when it is within its quota though each counts as often as a
+        table has it, in full precision."""
+        counts = [len(ids) for ids in also] or [0] * len(self._full_bytes)
+        for one in self._sequences.values():
+            if one.tenant == tenant:
+                counts = [count + len(table) for count, table in zip(counts, one.tables, strict=True)]
+        most = sum(count * size for count, size in zip(counts, self._full_bytes, strict=True))
+        return most + needed_bytes + self._pool.idle_bytes_of(self._numbers[tenant]) > self._quotas[tenant]
+
     def require(self, tenant: str, shared: Items[Items[int]], needed_bytes: int) -> None:
         """Room within the quota for a sequence that shares these blocks (no longer idle) and needs so much more.
 
         CapacityError, `permanent` when it needs more than the whole quota; the tenant's idle blocks may be gone then.
         """
         quota = self._quotas.get(tenant)
-        if quota is None:
+        if quota is None or not self._may_be_over(tenant, shared, needed_bytes):
             return
         live = self._live_bytes(tenant, shared)
         number = self._numbers[tenant]
@@ -93,6 +104,6 @@ class Quotas:
     def trim(self) -> None:
         """Tenants that grew over their quota give up idle blocks."""
         for tenant, quota in self._quotas.items():
-            number = self._numbers[tenant]
-            if (idle := self._pool.idle_bytes_of(number)) and (over := self._live_bytes(tenant) + idle - quota) > 0:
-                self._pool.evict_of(number, over)
+            idle = self._pool.idle_bytes_of(self._numbers[tenant])
+            if idle and self._may_be_over(tenant) and (over := self._live_bytes(tenant) + idle - quota) > 0:
+                self._pool.evict_of(self._numbers[tenant], over)

@@ -16,10 +16,10 @@ from allocator import COLD, FULL, GroupKind
 from allocator.prefix_index import window_first_block
 from kvstore.arguments import truth
 from kvstore.sequence import HitReason
-from kvstore.tier import CopyKey, Tier
+from kvstore.tier import CopyKey, Lookup, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from allocator import BlockPool, KVGeometry, PrefixIndex
     from kvstore.costs import Stretch
@@ -77,11 +77,17 @@ class HitPlan:
     pending: bool = False
     stretches: Sequence[Stretch] = ()
     loaded_stretches: int = 0
+    found: HitPlan | None = None  # what there was, where costs have cut this one
 
     @property
     def lossy_at(self) -> int | None:
         """The first block that some group can only read lossy."""
         return min((plan.lossy_at for plan in self.groups if plan.lossy_at is not None), default=None)
+
+    @property
+    def first_read(self) -> int:
+        """The first position that anything reads: windows of all groups may begin later than the prompt."""
+        return min((plan.first for plan in self.groups), default=0) if self.blocks else 0
 
     @property
     def device_blocks(self) -> int:
@@ -96,6 +102,7 @@ class Residency:
         self._pool = pool
         self.tiers = tuple(tiers)
         self._slow_tiers = tuple(tier for tier in tiers if type(tier).pending_count is not Tier.pending_count)
+        self._told_tiers = tuple(tier for tier in tiers if type(tier).note_lookup is not Tier.note_lookup)
         self._cold = cold
         self._block_tokens = geometry.block_tokens
         kinds = [group.kind for group in geometry.groups]
@@ -155,6 +162,50 @@ class Residency:
         while plan.device_blocks < plan.blocks:
             plan = self.cut(plan, root, hashes, exact, plan.device_blocks)
         return plan
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a tier wants to know what became of lookups."""
+        return bool(self._told_tiers)
+
+    def note_lookup(
+        self,
+        plan: HitPlan,
+        root: bytes,
+        hashes: Sequence[bytes],
+        *,
+        asked_blocks: int,
+        tokens: int,
+    ) -> None:
+        """A request of `tokens` goes by this plan: for tiers that say what use they are.
+
+        hashes: of its whole blocks, of which the first `asked_blocks` could have been used again.
+        """
+        if not self._told_tiers or not hashes:
+            return
+        found = plan.found or plan
+        key = self._prompt_key(root, hashes[0])
+        for tier in self._told_tiers:
+            copies = {
+                position: copy.key
+                for group in reversed(found.groups)
+                for position, copy in group.copies.items()
+                if copy.tier is tier
+            }
+            missed = range(found.blocks, max(found.blocks, min(asked_blocks, len(hashes))))
+            first = found.first_read
+            covered = range(first if first in copies else 0)
+            tier.note_lookup(Lookup(key, hashes, copies, missed, tokens, covered))
+
+    def note_reuse(self, root: bytes, hash: bytes, blocks_by_tier: Mapping[str, int]) -> None:
+        """So many blocks of a prompt (`hash`: one of them) need not be computed for what was read from each tier."""
+        for tier in self._told_tiers:
+            if blocks := blocks_by_tier.get(tier.name, 0):
+                tier.note_reuse(self._prompt_key(root, hash), blocks)
+
+    def _prompt_key(self, root: bytes, hash: bytes) -> CopyKey:
+        """How a prompt is named to tiers that are told of it."""
+        return self.copy_key(root, self._prefix_groups[0] if self._prefix_groups else 0, hash, FULL, True)
 
     def _reason(
         self, root: bytes, hashes: Sequence[bytes], exact: bool, blocks: int, prefix_blocks: int

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
     from allocator import BlockPool, BlockTable
+    from kvstore.identity import HashChain
     from kvstore.quotas import Quotas
     from kvstore.sequence import Sequence
+    from kvstore.upkeep import Upkeep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +76,13 @@ def stretches(orders: Items[Retention], blocks: int, block_tokens: int, now: flo
 
 
 class Retainer:
-    """Marks what sequences leave behind. quotas: whose blocks count against one."""
+    """Marks what sequences leave behind, on the device and in the store's own memory. quotas: who has one."""
 
-    def __init__(self, pool: BlockPool, block_tokens: int, quotas: Quotas) -> None:
+    def __init__(self, pool: BlockPool, block_tokens: int, quotas: Quotas, upkeep: Upkeep) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._quotas = quotas
+        self._upkeep = upkeep
 
     def keep(self, sequence: Sequence) -> None:
         """A sequence is about to give its blocks back."""
@@ -88,7 +91,7 @@ class Retainer:
         blocks, tenant = sequence.sealed_blocks, self._quotas.number_of(sequence.tenant)
         if sequence.private_from is not None:
             blocks = min(blocks, sequence.private_from // self._block_tokens)
-        if not (sequence.retention or tenant or self._pool.has_marks):
+        if not (sequence.retention or tenant or self._pool.has_marks or self._upkeep.has_marks_below):
             return
         for first, end, steps in stretches(sequence.retention, blocks, self._block_tokens, self._pool.now):
             known = min(max(sequence.known_blocks, first), end)
@@ -96,6 +99,12 @@ class Retainer:
                 ids = table.ids()
                 self._pool.keep(ids[first:known], steps, tenant=tenant)
                 self._pool.keep(ids[known:end], steps, tenant=tenant, first_use=True)
+            self._upkeep.keep_below(sequence.root, sequence.chain.hashes[first:end], steps)
+
+    def keep_copies(self, chain: HashChain, retention: Items[Retention]) -> None:
+        """Copies of a prefix in the store's own memory are wanted so from now on."""
+        for first, end, steps in stretches(retention, len(chain.hashes), self._block_tokens, self._pool.now):
+            self._upkeep.keep_below(chain.root, chain.hashes[first:end], steps)
 
     def keep_blocks(self, blocks: Items[Items[int]], retention: Items[Retention], tokens: int) -> None:
         """The leading blocks of a prefix, by group, are wanted so from now on. Of a group with a window, the last."""

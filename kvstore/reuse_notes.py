@@ -52,7 +52,8 @@ class ReuseNotes:
         for _ in range(min(NOTES_PER_STEP, len(notes))):
             root, hashes, tables = notes.popleft()
             keys = np.frombuffer(b"".join(hashes), dtype="<u8")[::_KEY_WORDS]
-            policies[0].observe(keys, tables, None if self.prices is None else self.prices.of(root, hashes))
+            prices = None if self.prices is None else self.prices.of(root, hashes)
+            policies[0].observe(keys, tables, prices, int.from_bytes(root[:8], "little"))
         if not notes:
             for policy in policies:
                 policy.settle()

@@ -11,23 +11,29 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from allocator.block_marks import PLAIN
 from allocator.errors import IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from allocator.block_marks import Steps
     from kvstore.tier import CopyKey, Tier
 
 NO_BLOCK = -1
 
 
 class Waiting(NamedTuple):
-    """A copy to be written. block_id: where it lies on the device, NO_BLOCK: only in a tier above."""
+    """A copy to be written. block_id: where it lies on the device, NO_BLOCK: only in a tier above.
+
+    steps: what is wanted of it, for the store's own memory.
+    """
 
     key: CopyKey
     parent: bytes | None
     size_bytes: int
     block_id: int = NO_BLOCK
+    steps: Steps = PLAIN
 
 
 @dataclass(frozen=True, slots=True)

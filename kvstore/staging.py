@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
 from kvstore.tier import ByteRow
 
 
+def _new_row(size_bytes: int) -> ByteRow:
+    return np.empty(size_bytes, dtype=np.uint8)
+
+
 class Staging:
     """At most `limit_bytes` of buffers, handed out and kept for reuse; one larger than that is given while none is out.
 
-    That one exception lets blocks of any size move, however small the limit.
+    That one exception lets blocks of any size move, however small the limit. make_row: where buffers come from.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, make_row: Callable[[int], ByteRow] = _new_row) -> None:
+        self._make_row = make_row
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._kept_bytes = 0
@@ -25,13 +31,15 @@ class Staging:
         """uint8 [size_bytes], contents undefined; None when there is no room."""
         if self.used_bytes and self.used_bytes + size_bytes > self.limit_bytes:
             return None
-        self.used_bytes += size_bytes
         if self._kept[size_bytes]:
             self._kept_bytes -= size_bytes
-            return self._kept[size_bytes].pop()
-        if self.used_bytes + self._kept_bytes > self.limit_bytes:
-            self._drop_kept()
-        return np.empty(size_bytes, dtype=np.uint8)
+            row = self._kept[size_bytes].pop()
+        else:
+            if self.used_bytes + size_bytes + self._kept_bytes > self.limit_bytes:
+                self._drop_kept()
+            row = self._make_row(size_bytes)  # may be refused, and then nothing is out
+        self.used_bytes += size_bytes
+        return row
 
     def give_back(self, row: ByteRow) -> None:
         self.used_bytes -= row.nbytes

@@ -72,7 +72,10 @@ class KVStore(StoreViews):
         check_store_arguments(geometry, self.config, device, tiers, clock)
         self.geometry = geometry
         self._device = device
-        self._prompts = Prompts(geometry, identity, placeholder_ids=placeholder_ids, share=self.config.share)
+        reachable = bool(tiers or config.disk_path or config.redis_url or config.daemon_socket)
+        self._prompts = Prompts(
+            geometry, identity, placeholder_ids=placeholder_ids, share=config.share, reachable=reachable
+        )
         self._clock = clock
         self._lock = threading.RLock()
         self._arrived = threading.Event()
@@ -160,13 +163,14 @@ class KVStore(StoreViews):
     def retain_prefix(
         self, token_ids: Items[int] | HashChain, retention: Items[Retention], *, identity: Identity | None = None
     ) -> int:
-        """`retain` for what of a prefix is on the device, as if a sequence had ended now; how many tokens of it are."""
+        """`retain` for what of a prefix is here, as if a sequence had ended now; how many tokens the device has."""
         wishes = check_retention(retention)
         chain = self._prompts.chain(token_ids, (), identity)
         with self._lock:
             self._sequences.check_open()
             blocks, tokens = self._admitter.on_device(chain, False)
             self._parts.retainer.keep_blocks(blocks, wishes, tokens)
+            self._parts.retainer.keep_copies(chain, wishes)
             return tokens
 
     def promote(self, token_ids: Items[int] | HashChain, *, exact: bool = False) -> int:
@@ -234,7 +238,7 @@ class KVStore(StoreViews):
                 return Admission(sequence_id, 0, 0, ask_again=True)
             self._admitter.build_tables(sequence, plan, token_count, spare_blocks)
             self._sequences[sequence_id] = sequence
-            self._admitter.note_choice(plan)
+            self._admitter.note_choice(sequence, plan, len(hashes))
             self._parts.leases.take_over(lease)
             if sequence.pending:
                 on_done, by_layer = self._parts.arrivals.fetched, self.fetch_by_layer
@@ -258,15 +262,19 @@ class KVStore(StoreViews):
         For attention of a sequence that still loads. False: not in this time, or never; what was computed from earlier
         layers is void then. True is not the last word: commit only once `fetch` is done and all that it expected ready.
         """
-        group, place = self.geometry.group_of_layer(layer)
+        seconds = duration("timeout_seconds", timeout_seconds)
+        group, place = self.geometry.group_of_layer(whole("layer", layer, 0))
         with self._lock:
             sequence = self._sequences.live(sequence_id)
             waits = self._upkeep.mover.fetcher.progress(sequence, group)
-        return waits is not None and wait_all(waits, group, place + 1, timeout_seconds)
+        return waits is not None and wait_all(waits, group, place + 1, seconds)
 
-    def check_fits(self, token_count: int) -> None:
-        """CapacityError (permanent) when a sequence of `token_count` tokens can never be on the device at once."""
-        self._admitter.check_fits(token_count)
+    def check_fits(self, token_count: int, answer_tokens: int = 0, *, exact: bool = False) -> None:
+        """CapacityError (permanent) when a prompt of `token_count` tokens, which must fit in full precision, or it and
+        its answer with every block cooled that may cool, can never be on the device at once.
+        """
+        answer = whole("answer_tokens", answer_tokens, 0)
+        self._admitter.check_fits(whole("token_count", token_count, 0), answer, exact=exact)
 
     # -- grow, commit, rollback ---------------------------------------------------------------------------------
 
@@ -381,11 +389,12 @@ class KVStore(StoreViews):
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until a transfer or a lookup has ended or the time is up; for idle loops. Then call `step`."""
+        seconds = duration("timeout_seconds", timeout_seconds)
         with self._lock:
             waits = self._upkeep.mover.is_moving or self._questions.any_open(self._clock())
             if self._sequences.closed or not waits:
                 return False
-        return self._arrived.wait(timeout_seconds)
+        return self._arrived.wait(seconds)
 
     def reset(self) -> None:
         """The weights changed in place: nothing stored before is ever served again, here or by others on our tiers.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.arguments import whole
 from kvstore.operations import state_kernel_paths
 from kvstore.relocation import is_promotion
 from kvstore.store_checks import check_store
@@ -77,10 +78,16 @@ class StoreViews:
         with self._lock:
             self._parts.observe_prefill(tokens, seconds)
 
-    def set_quota(self, tenant: str, quota_bytes: int) -> None:
-        """Most device memory of a tenant (of an Identity), counted from now on; 0: no limit."""
+    def set_quota(self, tenant: str, quota_bytes: int, *, host_bytes: int = 0) -> None:
+        """Most device memory of a tenant (of an Identity), and of its copies in the store's host memory, both counted
+        from now on; 0: no limit."""
+        whole("host_bytes", host_bytes, 0)
         with self._lock:
             self._parts.quotas.set(tenant, quota_bytes)
+            for tier in self.tiers:
+                if tier.private_memory:
+                    tier.set_quota(tenant, host_bytes)
+            self._prompts.describe_to(self.tiers)  # whose the roots are that it has told of before
 
     def tenant_bytes(self, tenant: str) -> int:
         """What the blocks of a tenant take on the device, running and idle, each once; idle ones only of one with a

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from allocator.block_marks import PLAIN, Steps
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey as CopyKey
 from kvstore.layer_progress import LayerProgress
@@ -58,11 +59,15 @@ class ResultCode(StrEnum):
 
 
 class PutItem(NamedTuple):
-    """One copy to store: its bytes as pieces in order, and the hash of the block before (None: first of its chain)."""
+    """One copy to store: its bytes as pieces in order, and the hash of the block before (None: first of its chain).
+
+    steps: priorities, as `allocator.block_marks` has them, for a tier that heeds them.
+    """
 
     key: CopyKey
     pieces: Sequence[Buffer]
     parent: bytes | None = None
+    steps: Steps = PLAIN
 
 
 class GetItem(NamedTuple):
@@ -79,6 +84,7 @@ class Job(NamedTuple):
     rows: list[ByteRow]
     parent: bytes | None
     size_bytes: int
+    steps: Steps = PLAIN
 
 
 class TransferKind(StrEnum):
@@ -152,6 +158,25 @@ class Fading(NamedTuple):
     parent: bytes | None
     size_bytes: int
     is_used: bool
+
+
+class Lookup(NamedTuple):
+    """What became of the lookup of a prompt, as the tier is told that had `copies` of it.
+
+    key: the first block's, in the form that is asked for first. hashes: of the prompt's whole blocks, in order, from
+    position `start` on.
+    copies: position -> copy that was found in this tier; what is in none of these was not asked of it.
+    missed: positions that nobody had, and that would have been of use. covered: positions that nothing reads, since
+    copies behind them do (a window's). tokens: of the whole prompt.
+    """
+
+    key: CopyKey
+    hashes: Sequence[bytes]
+    copies: Mapping[int, CopyKey]
+    missed: range
+    tokens: int
+    covered: range = range(0)
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +301,20 @@ class Tier(ABC):
     def touch(self, keys: Sequence[CopyKey]) -> None:  # noqa: B027 - a tier without recency has nothing to do
         """Note a use elsewhere (a device hit), so that a prefix does not grow old below its suffix."""
 
+    def keep(self, keys: Sequence[CopyKey], steps: Steps) -> None:  # noqa: B027 - most let the least recently used go
+        """A use that wants these copies evicted later, or earlier, than others; the most demanding one counts."""
+
+    @property
+    def marked_count(self) -> int:
+        """Copies of which something other than usual is wanted."""
+        return 0
+
+    def expire(self, now: float) -> None:  # noqa: B027 - as above
+        """The time is `now`: priorities end. To be called often."""
+
+    def set_quota(self, tenant: str, quota_bytes: int) -> None:  # noqa: B027 - most have none
+        """Most bytes of a tenant's copies, of those that come from now on; 0: no limit. `describe_root` says whose."""
+
     def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
         """Keep copies until unpin, one count each. False where absent, or where this tier pins nothing."""
         return [False] * len(keys)
@@ -305,6 +344,12 @@ class Tier(ABC):
 
     def note_prefill_speed(self, tokens_per_second: float) -> None:  # noqa: B027 - most have no use for it
         """How fast the engine computes what it does not find here. Never waits."""
+
+    def note_lookup(self, lookup: Lookup) -> None:  # noqa: B027 - most have no use for it
+        """A request goes by what this lookup found: told once an admission, however often was asked. Never waits."""
+
+    def note_reuse(self, key: CopyKey, blocks: int) -> None:  # noqa: B027 - as above
+        """So many blocks of a prompt (form: of `key`) need not be computed for what was read here. Never waits."""
 
     def counters(self) -> dict[str, int]:
         """Counts since start, by cause."""

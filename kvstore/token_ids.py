@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TypeAlias
 
 import numpy as np
@@ -25,7 +25,8 @@ def as_token_array(token_ids: TokenIds) -> array[int]:
     if not isinstance(token_ids, list | tuple):
         if hasattr(token_ids, "__array__"):
             return _from_numpy(np.asarray(token_ids))
-        if isinstance(token_ids, str | bytes | bytearray) or not isinstance(token_ids, Iterable):
+        unordered = isinstance(token_ids, Set | Mapping)
+        if unordered or isinstance(token_ids, str | bytes | bytearray) or not isinstance(token_ids, Iterable):
             raise UsageError(f"token ids: got {type(token_ids).__name__}; expected a list of int or an integer array")
         token_ids = list(token_ids)
     native = native_hashing() if len(token_ids) > _FEW else None

@@ -34,11 +34,16 @@ _BYTES_LIMIT = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """What an engine knows of a request that has ended. age_seconds: how long ago it arrived."""
+    """What an engine knows of a request that has ended. age_seconds: how long ago it arrived.
+
+    names: of the prompt's whole blocks, head first, from whoever has them (adapter, tenant and media are in them); else
+    they are made of the tokens, under the recorder's root.
+    """
 
     token_ids: Sequence[int]
     output_tokens: int
     age_seconds: float
+    names: Sequence[bytes] | None = None
     finish: str = "stop"
     session: str | None = None
     turn: int | None = None
@@ -95,12 +100,17 @@ class TraceRecorder:
         if not named:
             return None
         path, number = Path(named), 1
-        while path.exists():
-            number += 1
-            path = Path(named).with_name(f"{Path(named).stem}-{number}{Path(named).suffix}")
         salt_file = environ.get(SALT_VARIABLE)
         salt = read_salt(salt_file) if salt_file else None
-        recorder = cls(path, root, block_tokens, model=model, salt=salt)
+        while True:
+            try:
+                recorder = cls(path, root, block_tokens, model=model, salt=salt)
+                break
+            except ConfigError:
+                if not path.exists():
+                    raise
+            number += 1  # made by another engine, perhaps this moment
+            path = Path(named).with_name(f"{Path(named).stem}-{number}{Path(named).suffix}")
         atexit.register(recorder.close)
         return recorder
 
@@ -114,7 +124,7 @@ class TraceRecorder:
             "timestamp": max(0, round(arrived * 1e3)),
             "input_length": len(ended.token_ids),
             "output_length": ended.output_tokens,
-            "hash_ids": self.hash_ids(ended.token_ids),
+            "hash_ids": self.hash_ids(ended.token_ids) if ended.names is None else self._numbers(ended.names),
         }
         if ended.session is not None:
             line["session"] = self._hidden(b"session", ended.session.encode())
@@ -139,8 +149,19 @@ class TraceRecorder:
         """The numbers that stand for a prompt's whole blocks."""
         chain = HashChain(self._root, self._block_tokens)
         chain.extend(token_ids)
-        names = chain.hashes[self._group_blocks - 1 :: self._group_blocks]
-        return [self._hidden(b"block", name) for name in names]
+        return self._numbers(chain.hashes)
+
+    def _numbers(self, names: Sequence[bytes]) -> list[int]:
+        return [self._hidden(b"block", name) for name in names[self._group_blocks - 1 :: self._group_blocks]]
+
+    def flush(self) -> None:
+        """What was recorded is in the file."""
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                warnings.warn(f"trace: recording ends here ({error})", RuntimeWarning, stacklevel=2)
+                self.close()
 
     def close(self) -> None:
         """Flush and close. Idempotent."""

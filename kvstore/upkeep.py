@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allocator import COLD, FULL
+from allocator.block_marks import PLAIN
 from kvstore.spill_queue import Waiting
 from kvstore.tier_admission import Candidate, Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Sequence as Items
 
     import numpy.typing as npt
 
     from allocator import BlockPool, KVGeometry
+    from allocator.block_marks import Steps
     from allocator.extent_ledger import Ids
     from kvstore.config import KVStoreConfig
+    from kvstore.copy_key import CopyKey
     from kvstore.device import BlockBytes
     from kvstore.mover import Mover
     from kvstore.residency import Residency
@@ -104,14 +107,29 @@ class Upkeep:
         if not self.tiers or not blocks:
             return
         hashes = sequence.chain.hashes[:blocks]
-        kinds = [(FULL, True), (COLD, True)] if self.cools else [(FULL, True)]
-        if sequence.lossy_from is not None:
-            kinds += [(form, False) for form, _ in kinds]
+        for keys in self._copies_below(sequence.root, hashes, lossy=sequence.lossy_from is not None):
+            for tier in self.tiers:
+                tier.touch(keys)
+
+    @property
+    def has_marks_below(self) -> bool:
+        """Whether anything but the usual is wanted of any copy in the store's own memory."""
+        return any(tier.marked_count for tier in self.tiers)
+
+    def keep_below(self, root: bytes, hashes: Items[bytes], steps: Steps) -> None:
+        """Copies of these blocks in the store's own memory are wanted so from now on."""
+        own = [tier for tier in self.tiers if tier.private_memory and (steps != PLAIN or tier.marked_count)]
+        for keys in self._copies_below(root, hashes, lossy=True) if own and hashes else ():
+            for tier in own:
+                tier.keep(keys, steps)
+
+    def _copies_below(self, root: bytes, hashes: Items[bytes], *, lossy: bool) -> Iterator[list[CopyKey]]:
+        """Keys of the copies that these blocks may have, one list a group and form."""
+        forms = (FULL, COLD) if self.cools else (FULL,)
         for group in range(len(self.geometry.groups)):
-            for form, exact in kinds:
-                keys = self.residency.copy_key(sequence.root, group, hashes[0], form, exact).with_hashes(hashes)
-                for tier in self.tiers:
-                    tier.touch(keys)
+            for exact in (True, False) if lossy else (True,):
+                for form in forms:
+                    yield self.residency.copy_key(root, group, hashes[0], form, exact).with_hashes(hashes)
 
     def forget(self, ids: Iterable[int]) -> None:
         ids = list(ids)
@@ -243,6 +261,8 @@ class Upkeep:
 
     def step(self, now: float) -> StepReport:
         before = self.drain(now)
+        for tier in self.tiers:
+            tier.expire(now)
         self.reuse.tell()
         self.mover.fetcher.expire(now, self.config.fetch_deadline_seconds)
         moved = self._compact()
@@ -401,5 +421,6 @@ class Upkeep:
                 continue
             group, form = pool.group_of(block_id), pool.form_of(block_id)
             key = self.residency.copy_key(name.root, group, block_hash, form, pool.computed_exact(block_id))
-            copies.append(Waiting(key, name.parent, slot_bytes[2 * group + form], block_id))
+            size_bytes, steps = slot_bytes[2 * group + form], pool.steps_of(block_id)
+            copies.append(Waiting(key, name.parent, size_bytes, block_id, steps))
         return copies

@@ -21,9 +21,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from allocator import COLD, IntegrityError
+from allocator.block_marks import PLAIN
 from kvstore.spill_queue import NO_BLOCK, QueueLimits, SpillQueue, Waiting
 from kvstore.staging import Staging
-from kvstore.tier import ResultCode, as_byte_row
+from kvstore.tier import PutItem, ResultCode, as_byte_row
 from kvstore.tier_admission import Candidate
 
 if TYPE_CHECKING:
@@ -299,9 +300,13 @@ class WriteBehind:
                 self._submit(put, put.buffers)
 
     def _submit(self, put: _Put, rows: Sequence[ByteRow]) -> int:
-        items = [(copy.key, [row], copy.parent) for copy, row in zip(put.copies, rows, strict=True)]
+        tier = put.queue.tier
+        items = [
+            PutItem(copy.key, [row], copy.parent, copy.steps if tier.private_memory else PLAIN)
+            for copy, row in zip(put.copies, rows, strict=True)
+        ]
         try:
-            transfer = put.queue.tier.submit_put(items)
+            transfer = tier.submit_put(items)
         except Exception:  # counted: a copy that is not made is a later miss, no reason to stop
             self._not_submitted(put)
             return 0

@@ -81,9 +81,12 @@ def as_payload(payload: Payload, shape: Sequence[int] | None, device: torch.devi
         if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             tensor = tensor.contiguous()
     else:
-        tensor = torch.zeros(0, dtype=torch.uint8)
-        if len(payload):
-            tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        try:
+            copied = bytearray(memoryview(payload))
+        except TypeError:
+            kind = type(payload).__name__
+            raise CodecError(f"payload must be bytes or a uint8 tensor, got {payload!r:.80} ({kind})") from None
+        tensor = torch.frombuffer(copied, dtype=torch.uint8) if copied else torch.zeros(0, dtype=torch.uint8)
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise CodecError(f"payload must be {list(shape)} bytes, got {list(tensor.shape)}")
     if device is not None and tensor.device != device:

@@ -2,6 +2,9 @@
 
 HYPOTHESIS_PROFILE=nightly for the latter. What a failed test had open is closed here, so that it fails alone: its
 sockets would be found, and complained of, in a later one.
+
+What measures time, or starts servers that must answer in time, is marked `alone`: `make test` runs it with no other
+test beside.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +23,24 @@ settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.register_profile("nightly", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+_ROOT = Path(__file__).resolve().parent
+_ALONE = (
+    "engine_adapter/server",
+    "engine_adapter/test_prefill_and_decode.py",
+    "hostile",
+    "kvstore/daemon",
+    "kvstore/diagnosis",
+    "kvstore/test_redis_faults.py",
+    "kvstore/test_redis_outages.py",
+    "kvstore/test_redis_topology.py",
+)
 _CLOSED = ("allocator", "benchmarks", "engine_adapter", "kvstore", "tests", "socket")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(_ROOT / part) for part in _ALONE):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,7 +23,10 @@ class FickleReuse(Reuse):
     def prefers_recency(self) -> bool:
         return not self._steady and self._observed_count // 4 % 2 == 0
 
-    def observe(self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None) -> None:
+    def observe(
+        self, keys: Keys, tables: Sequence[Ids | list[int]], prices: Prices | None = None, owner: int = 0
+    ) -> None:
         self._observed_count += 1
+        self._memory.clock += len(keys)
         for ids in tables:
             self.wanted[ids] = (keys[: len(ids)] >> np.uint64(20)).astype(np.intp) % LEVELS

@@ -60,10 +60,12 @@ class CuttingProxy:
             try:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:
+            except OSError:  # closed; where the server is gone instead, whoever comes next is refused
                 return
+            with contextlib.suppress(OSError):  # a client may be gone again
+                for one in (client, server):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for source, sink, is_reply in ((client, server, False), (server, client, True)):
-                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 threading.Thread(target=self._forward, args=(source, sink, is_reply), daemon=True).start()
 
     def _forward(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:

@@ -52,6 +52,9 @@ class _TimedModel:
         self.clock.model_seconds += time.perf_counter() - started
         return found
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
 
 class _TimedBackend:
     """An attention backend, its `attend` timed; `plan` is the loop's own work."""

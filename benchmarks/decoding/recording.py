@@ -15,7 +15,7 @@ import torch
 from benchmarks.decoding.cache_side import cache_argument
 
 if TYPE_CHECKING:
-    from allocator import KVGeometry
+    from allocator import KVGeometry, Slab
     from engine_adapter.batch import StepBatch
     from engine_adapter.runner import HFRunner
 
@@ -82,8 +82,12 @@ class RecordedRunner:
         self.vocab_size = inner.vocab_size
         self.position_limit = inner.position_limit
 
+    @property
+    def slab(self) -> Slab | None:
+        return self.inner.slab
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """See `engine_adapter.decode_loop.Runner`. A step prefills or decodes, never both."""
+        """See `engine_adapter.Runner`. A step prefills or decodes, never both."""
         if all(part.token_count == 1 for part in batch):
             return self.inner.forward(batch)
         cache = self.inner.cache

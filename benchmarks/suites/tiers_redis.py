@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -329,12 +330,21 @@ def _restore_rows(options: Options, server: RedisServer, urls: dict[str, str]) -
     rates = {name: [gigabytes / seconds for seconds in found] for name, found in samples.items()}
     for socket in urls:
         case = f"restore_redis_{socket}_int4"
-        yield _rate_row(case, rates[f"{socket}_alone"], "memmove", rates["memmove"], _RESTORE_NOTE)
+        note = f"{_RESTORE_NOTE} net.core.wmem_default: {_send_buffer()}."
+        yield _rate_row(case, rates[f"{socket}_alone"], "memmove", rates["memmove"], note)
         yield _rate_row(f"{case}_overlapped", rates[socket], "memmove", rates["memmove"], _OVERLAPPED_NOTE)
     for kind, name in {"cpp": "C++ client", "py": "redis-py"}.items():
         if peer is not None:
             baseline = f"{peer.version}, {name}"
             yield _rate_row(f"restore_redis_vs_lmcache_{kind}", rates["tcp"], baseline, rates[kind], _PEER_NOTE)
+
+
+def _send_buffer() -> str:
+    """Bytes that a server sends at a time on a Unix socket: docs/how-to/redis.md says what to set."""
+    try:
+        return Path("/proc/sys/net/core/wmem_default").read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"
 
 
 def _peer(options: Options, server: RedisServer, moved_bytes: int) -> PeerProcess | None:

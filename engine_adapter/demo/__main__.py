@@ -13,7 +13,7 @@ from typing import Any
 
 from allocator import ConfigError
 from engine_adapter.demo.console import ConsoleDisplay
-from engine_adapter.demo.settings import Below, Options, Sizes, sizes_for
+from engine_adapter.demo.settings import THREADS_MOST, Below, Options, Sizes, sizes_for
 from engine_adapter.demo.workload import WorkloadError, question_limit
 from kvstore.redis_tier.url import parse_redis_url
 
@@ -36,8 +36,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     given = parser.parse_args(arguments)
     if given.requests is not None and not 1 <= given.requests <= question_limit():
         parser.error(f"--requests: got {given.requests}, expected 1..{question_limit()}")
-    if given.threads < 1:
-        parser.error(f"--threads: got {given.threads}, expected 1 or more")
+    if not 1 <= given.threads <= THREADS_MOST:
+        parser.error(f"--threads: got {given.threads}, expected 1..{THREADS_MOST}")
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     for name, path in (("--json", given.json), ("--html", given.html)):
@@ -112,7 +112,7 @@ def run(options: Options, sizes: Sizes, display: ConsoleDisplay) -> dict[str, An
     """Both parts; shows table and promises. Returns the report that goes into demo-report.json."""
     import torch
 
-    from engine_adapter.demo.document import kept_promises, report_document
+    from engine_adapter.demo.document import kept_promises, report_document, unchecked_because
     from engine_adapter.demo.parts import exact_part, memory_part
     from engine_adapter.model_source import load_model
 
@@ -134,7 +134,7 @@ def run(options: Options, sizes: Sizes, display: ConsoleDisplay) -> dict[str, An
         cpu_seconds=time.process_time() - cpu_started,
     )
     display.table([*exact.settings, *memory.settings])
-    display.promises(kept_promises(options, exact, memory))
+    display.promises(kept_promises(options, exact, memory), unchecked_because(options))
     return report
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from engine_adapter.demo.__main__ import cannot_write, wait_without_spinning
 from engine_adapter.demo.serving import daemon_at
+from engine_adapter.demo.settings import THREADS_MOST
 
 _DOCUMENTS = 4
 _DOCUMENT_TOKENS = 1000
@@ -42,8 +43,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (default 2)")
     parser.add_argument("--engine", metavar="SOCKET", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if not 100 <= given.tokens <= 4000 or given.threads < 1:
-        parser.error(f"got --tokens {given.tokens} --threads {given.threads}; expected 100..4000 and 1 or more")
+    if not 100 <= given.tokens <= 4000 or not 1 <= given.threads <= THREADS_MOST:
+        parser.error(f"got --tokens {given.tokens} --threads {given.threads}; expected 100..4000 and 1..{THREADS_MOST}")
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     if given.json != "-" and (problem := cannot_write(Path(given.json).absolute())):

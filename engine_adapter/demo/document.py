@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from engine_adapter.demo.parts import MemoryReport, PartReport, all_held
-from engine_adapter.demo.promises import second_start_promise, unchecked
+from engine_adapter.demo.promises import HELPED, QUICK, second_start_promise, unchecked
 
 if TYPE_CHECKING:
     from engine_adapter.demo.promises import Promise
@@ -41,6 +41,7 @@ def report_document(
         "multi_turn": memory.multi_turn.to_json(),
         "cold_block": {**asdict(memory.cold_block), "share": memory.cold_block.share},
         "promises": [promise.to_json() for promise in promises],
+        "unchecked_because": unchecked_because(options),
         "workload": {
             **asdict(sizes),
             "document_tokens_shared": memory.document_tokens,
@@ -55,12 +56,20 @@ def report_document(
 
 
 def kept_promises(options: Options, exact: PartReport, memory: MemoryReport) -> list[Promise]:
-    """All promises; of a quick run, and of one with tiers that remember, only equality and reuse are checked."""
+    """All promises; those that this run cannot judge are not checked."""
     found = [*exact.promises, *memory.promises]
     if options.below.given:
         tight = [one for one in (*exact.settings, *memory.settings) if "tight" in one.name]
         found.append(second_start_promise(tight))
-    return unchecked(found) if options.quick or options.below.given else found
+    because = unchecked_because(options)
+    return unchecked(found, because) if because else found
+
+
+def unchecked_because(options: Options) -> str:
+    """Why some promises are not checked in this run; '' when all are."""
+    if options.quick:
+        return QUICK
+    return HELPED if options.below.given else ""
 
 
 def machine(threads: int) -> dict[str, Any]:

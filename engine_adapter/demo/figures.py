@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from engine_adapter.demo.measure import SettingReport
 
 NONE = "\u2013"
+BELOW = ("disk", "remote")
+"""Tiers that outlive the process."""
 MEGA = 1_000_000
 
 
@@ -52,7 +54,13 @@ FIGURES = (
     Figure(
         "memory limit",
         lambda r: megabytes(r.device_bytes_limit),
-        "Bytes that the device may use for keys and values (KV), the model's memory of the text so far.",
+        "Bytes that the device may use for keys and values (KV), the model's memory of the text so far. ample has more "
+        "than it needs.",
+    ),
+    Figure(
+        "peak on the device",
+        lambda r: megabytes(r.peak_device_bytes),
+        "Most device bytes of all blocks; the limit of the tight settings is a quarter of ample's.",
     ),
     Figure(
         "prefill computed",

@@ -135,6 +135,7 @@ def run_setting(
         stored_before = _stored_tokens(store, workload) if below.given else 0
         runner.attach(store.slab, store.cold_codec)
         loop = DecodeLoop(runner, store, max_batch_sequences=workload.users, step_tokens=step_tokens)
+        loop.least_first = setting.least_first
         server = Server(loop, store, forced=forced, keep_logits=keep_logits, on_step=on_step, exact=setting.exact)
         served = server.run(workload)
         store.check_invariants()

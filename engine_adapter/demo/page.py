@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from engine_adapter.demo.figures import MEGA, count, figures_for, megabytes, percent, seconds, small
+from engine_adapter.demo.figures import BELOW, MEGA, count, figures_for, megabytes, percent, seconds, small
 from engine_adapter.demo.settings import AMPLE, TIGHT, TIGHT_INT4
 from kvstore.charts import Bar, Limit, Part, Series, area_chart, bar_chart, line_chart, plain
 from kvstore.page import html_page
@@ -50,25 +50,53 @@ def _introduction(report: Report, settings: Mapping[str, Setting]) -> str:
         f"{escape(report['model']['name'])} answering {count(ample['requests'])} requests of {workload['users']} users "
         f"at a time about {workload['documents']} shared documents ({count(shared)} tokens) and in longer chats, "
         f"three times: with all the memory it wants (<b>ample</b>, {megabytes(ample['peak_device_bytes'])} at the "
-        f"peak), with a quarter of that (<b>tight</b>, {megabytes(tight['device_bytes_limit'])}), and with the same "
+        f"peak), with a quarter of that (<b>tight</b>, {megabytes(tight['device_bytes_limit'])}, and "
+        f"{megabytes(tight['host_bytes_limit'])} of host memory below), and with the same "
         f"quarter where blocks that have not been written to for a while are squeezed to 4 bits a number and read in "
-        f"place (<b>tight-int4</b>).</p>" + (quick if report["quick"] else "")
+        f"place (<b>tight-int4</b>).</p>" + (quick if report["quick"] else "") + _below(settings)
+    )
+
+
+def _below(settings: Mapping[str, Setting]) -> str:
+    """That the tight settings had more below than the host's memory, and what was there when they began."""
+    tight, int4 = settings[TIGHT], settings[TIGHT_INT4]
+    if not _has_below(tight):
+        return ""
+    before = [count(setting["stored_tokens_before"]) for setting in (tight, int4)]
+    return (
+        "<p>In this run the tight settings also kept copies below the host's memory, on disk or on a server. Of their "
+        f"first prompts {before[0]} tokens (tight) and {before[1]} (tight-int4) lay there when they began.</p>"
     )
 
 
 def _tiles(settings: Mapping[str, Setting]) -> str:
     tight, int4 = settings[TIGHT], settings[TIGHT_INT4]
     resident = int4["tokens_resident_peak"] / tight["tokens_resident_peak"]
-    saved = 1 - int4["prefill_tokens_computed"] / tight["prefill_tokens_computed"]
     tiles = (
         (f"{resident:.2f} times", "as many tokens kept in the same bytes with INT4 blocks"),
-        (percent(saved, 0), "of the reading saved compared with tight"),
+        _reading(tight, int4),
         (f"{count(tight['preemptions'])} to {count(int4['preemptions'])}", "interrupted requests, tight to tight-int4"),
         (percent(int4["agreement"]), "of the predicted words agree with ample's"),
     )
     shown = "".join(f'<div class="card tile"><b>{escape(figure)}</b><span>{escape(text)}</span></div>'
                     for figure, text in tiles)  # fmt: skip
     return f'<div class="tiles">{shown}</div>'
+
+
+def _reading(tight: Setting, int4: Setting) -> tuple[str, str]:
+    """What INT4 saved of the reading; where tiers below helped both settings, what came from those instead."""
+    if not _has_below(tight):
+        saved = 1 - int4["prefill_tokens_computed"] / tight["prefill_tokens_computed"]
+        return percent(saved, 0), "of the reading saved compared with tight"
+    found = [count(sum(setting["prefill_tokens_reused"].get(tier, 0) for tier in BELOW)) for setting in (tight, int4)]
+    return (
+        " and ".join(found),
+        "prompt tokens came from below the host's memory, tight and tight-int4, so their reading is not compared",
+    )
+
+
+def _has_below(setting: Setting) -> bool:
+    return any(tier in setting["prefill_tokens_reused"] for tier in BELOW)
 
 
 def _promises(report: Report) -> str:
@@ -80,7 +108,9 @@ def _promises(report: Report) -> str:
             f'<li><span class="mark {kind}">{word}</span><b>{escape(promise["name"])}.</b> {escape(promise["claim"])}'
             f'<br><span class="soft">Found: {escape(promise["found"])}</span></li>'
         )
-    return f'<div class="card"><ul class="promises">{"".join(rows)}</ul></div>'
+    because = report.get("unchecked_because")
+    why = f'<p class="soft">Not checked, since {escape(because)}.</p>' if because else ""
+    return f'<div class="card">{why}<ul class="promises">{"".join(rows)}</ul></div>'
 
 
 def _timelines(served: Sequence[Setting]) -> list[str]:
@@ -122,8 +152,8 @@ def _pictures(served: Sequence[Setting]) -> list[str]:
     return [
         _card(
             "Where prompt tokens came from",
-            bar_chart([_prompt_bar(s) for s in served], with_legend=True),
-            "Computed tokens cost time; reused ones were still on the device or came back from the host's memory.",
+            bar_chart(_prompt_bars(served), with_legend=True),
+            "Computed tokens cost time; reused ones were still on the device or came back from the tier that is named.",
         ),
         _card(
             "Waiting for the first word (TTFT)",
@@ -165,16 +195,15 @@ def _bar(setting: Setting, value: float, text: str) -> Bar:
     return Bar(name, [Part(name, _KINDS[name], value)], text)
 
 
-def _prompt_bar(setting: Setting) -> Bar:
-    reused = setting["prefill_tokens_reused"]
-    device, host = reused.get("device", 0), reused.get("host", 0)
-    computed = setting["prefill_tokens_computed"]
-    return Bar(
-        setting["name"],
-        [Part("computed", "work", computed), Part("reused, device", "full", device),
-         Part("reused, host", "host", host)],
-        f"{plain(computed)} computed",
-    )  # fmt: skip
+def _prompt_bars(served: Sequence[Setting]) -> list[Bar]:
+    kinds = {"device": "full", "host": "host", "disk": "tight", "remote": "int4"}
+    tiers = [tier for tier in kinds if any(tier in setting["prefill_tokens_reused"] for setting in served)]
+    bars = []
+    for setting in served:
+        reused, computed = setting["prefill_tokens_reused"], setting["prefill_tokens_computed"]
+        parts = [Part(f"reused, {tier}", kinds[tier], reused.get(tier, 0)) for tier in tiers]
+        bars.append(Bar(setting["name"], [Part("computed", "work", computed), *parts], f"{plain(computed)} computed"))
+    return bars
 
 
 def _latency_bars(served: Sequence[Setting], key: str) -> list[Bar]:

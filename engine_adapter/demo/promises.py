@@ -20,12 +20,21 @@ RESIDENT_RATIO = 2.2
 AGREEMENT_FLOOR = 0.95
 KL_LIMIT = 0.006
 EQUAL = "equal outputs"
+SAME_BYTES = "same bytes"
+COLD_BLOCK = "cold block"
 SECOND_START = "second start"
+
+QUICK = "a quick run is too small to say"
+HELPED = (
+    "tight and tight-int4 also read copies from below the host's memory, of this start or of one before, so what they "
+    "computed does not say what memory alone does; run without --disk and --redis for that"
+)
+"""Why a promise is not checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One claim. `held` None: too small a run to say, so it was not checked."""
+    """One claim. `held` None: this run cannot say, so it was not checked."""
 
     name: str
     claim: str
@@ -91,7 +100,7 @@ def memory_promises(ample: SettingReport, tight: SettingReport, int4: SettingRep
     ratio = int4.tokens_resident_peak / tight.tokens_resident_peak
     return [
         Promise(
-            "same bytes",
+            SAME_BYTES,
             f"tight and tight-int4 stay within {TIGHT_SHARE:.0%} of ample's peak device bytes, and their host tier "
             f"within {HOST_SHARE:.0%}.",
             f"{tight.peak_device_bytes / ample.peak_device_bytes:.1%} and "
@@ -120,7 +129,7 @@ def memory_promises(ample: SettingReport, tight: SettingReport, int4: SettingRep
             int4.preemptions < tight.preemptions,
         ),
         Promise(
-            "cold block",
+            COLD_BLOCK,
             f"A cold block takes at most {COLD_SHARE_LIMIT:.2f} of its bf16 bytes.",
             f"{cold.cold_bytes:,} / {cold.full_bytes:,} = {cold.share:.3f}",
             cold.share <= COLD_SHARE_LIMIT,
@@ -170,11 +179,13 @@ def fidelity_promise(int4: SettingReport, tight: SettingReport) -> Promise:
     )
 
 
-def unchecked(promises: Iterable[Promise]) -> list[Promise]:
-    """The promises of a run that says nothing about them, too small or helped from below: shown, but not checked."""
+def unchecked(promises: Iterable[Promise], because: str) -> list[Promise]:
+    """The promises of a run that says nothing about most of them: those are shown, but not checked.
+
+    because: QUICK, where equality and reuse alone are checked; or HELPED, where limits and sizes are too.
+    """
+    kept = (EQUAL, SECOND_START) if because == QUICK else (EQUAL, SECOND_START, SAME_BYTES, COLD_BLOCK)
     return [
-        promise
-        if promise.name.endswith((EQUAL, SECOND_START))
-        else Promise(promise.name, promise.claim, promise.found, None)
+        promise if promise.name.endswith(kept) else Promise(promise.name, promise.claim, promise.found, None)
         for promise in promises
     ]

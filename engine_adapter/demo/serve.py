@@ -171,7 +171,7 @@ class Server:
             seconds=seconds,
             resident_tokens=usage.resident_tokens,
             bytes_by_form=by_form,
-            host_bytes=sum(tier.used_bytes for tier in self._store.tiers),
+            host_bytes=sum(tier.used_bytes for tier in self._store.tiers if tier.name == "host"),
             extent_bytes=usage.extent_bytes,
             waste_bytes=usage.waste_bytes,
             running=usage.live_sequences,

@@ -21,6 +21,7 @@ TIGHT_SHARE = 0.25
 HOST_SHARE = 0.10
 """Host tier of the tight settings, as a share of the same."""
 BLOCK_TOKENS = 16
+THREADS_MOST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,10 @@ def sizes_for(options: Options) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Memory of one run. `codec`: of cold blocks on the device, "raw" for none. below: of the tight settings only."""
+    """Memory of one run. `codec`: of cold blocks on the device, "raw" for none. below: of the tight settings only.
+
+    least_first: the loop's order of admission. The demo's settings are served first come, first served.
+    """
 
     name: str
     dtype: str
@@ -118,3 +122,4 @@ class Setting:
     codec: str
     exact: bool = False
     below: Below = Below()
+    least_first: bool = False

@@ -53,9 +53,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = sorted(set(given.tiers) - set(TIERS))
     if unknown or not given.tiers:
         parser.error(f"--tiers: got {', '.join(unknown) or 'nothing'}; expected of {', '.join(TIERS)}")
-    if not 64 <= given.tokens <= 100_000 or given.rounds < 1 or given.new_tokens < 1:
+    if not 64 <= given.tokens <= 100_000 or not 1 <= given.rounds <= 1000 or not 1 <= given.new_tokens <= 10_000:
         parser.error(f"got --tokens {given.tokens} --rounds {given.rounds} --new-tokens {given.new_tokens}; expected "
-                     "64..100000, 1 or more, 1 or more")  # fmt: skip
+                     "64..100000, 1..1000, 1..10000")  # fmt: skip
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     for name, path in (("--json", given.json), ("--html", given.html)):

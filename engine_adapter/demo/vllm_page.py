@@ -85,13 +85,15 @@ def _card(title: str, chart: str, meaning: str) -> str:
 
 
 def _table(report: Report) -> str:
-    names = ("answers", "cold", "storing", "a miss", "own cache", "warm", "warm / cold", "asked for", "ITL without",
-             "ITL with")  # fmt: skip
+    is_missed = any(one["miss_ttft_seconds"] for one in report["tiers"])  # measured with --misses only
+    first = {"cold": "cold", "storing": "storing", "miss": "a miss", "own_cache": "own cache", "warm": "warm"}
+    shown = {key: name for key, name in first.items() if key != "miss" or is_missed}
+    names = ("answers", *shown.values(), "warm / cold", "asked for", "ITL without", "ITL with")
     head = "".join(f"<th>{name}</th>" for name in ("tier", *names))
     rows = []
     for one in report["tiers"]:
         cells = ["equal" if one["answers_equal"] and one["all_loaded"] else "DIFFER OR NOT LOADED"]
-        cells += [seconds(one[f"{key}_ttft_seconds"]) for key in ("cold", "storing", "miss", "own_cache", "warm")]
+        cells += [seconds(one[f"{key}_ttft_seconds"]) for key in shown]
         cells += [f"{one['warm_over_cold']:.3f}", f"{one['bar']:.2f}"]
         cells += [seconds(one["itl_plain_seconds"]), seconds(one["itl_tier_seconds"])]
         rows.append(f"<tr><th>{escape(one['tier'])}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")

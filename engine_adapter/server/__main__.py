@@ -11,6 +11,9 @@ from pathlib import Path
 from allocator.errors import KVError
 from kvstore.http_access import is_loopback, token_of
 
+_MOST = {"max_batch": 1 << 16, "step_tokens": 1 << 20, "open_requests": 1 << 20, "threads": 1024}
+_LONGEST_SECONDS = 7 * 86_400
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked; exits with 2 and says why when it makes no sense."""
@@ -34,11 +37,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--model: no model in {given.model}; expected a folder with a config.json")
     if not 0 <= given.port < 1 << 16:
         parser.error(f"--port: got {given.port}, expected 0..65535")
-    for name in ("max_batch", "step_tokens", "open_requests", "threads"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(given, name)}, expected 1 or more")
-    if not 0 < given.request_seconds < float("inf"):
-        parser.error(f"--request-seconds: got {given.request_seconds}, expected a number above 0")
+    for name, most in _MOST.items():
+        if not 1 <= getattr(given, name) <= most:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(given, name)}, expected 1..{most}")
+    if given.max_batch > given.step_tokens:
+        parser.error(f"--max-batch: got {given.max_batch}, expected at most --step-tokens, {given.step_tokens}")
+    if not 0 < given.request_seconds <= _LONGEST_SECONDS:
+        parser.error(f"--request-seconds: got {given.request_seconds}, expected a number in (0, {_LONGEST_SECONDS}]")
     given.token = _token(parser, given.token_file)
     if given.token is None and not is_loopback(given.host):
         parser.error(f"--host: {given.host} is not this machine alone; give --token-file with it")
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
-        print("the server needs starlette and uvicorn: pip install 'kvstore-llm[daemon]'", file=sys.stderr)
+        print("the server needs starlette and uvicorn: pip install -e '.[daemon]' in a checkout", file=sys.stderr)
         return 1
     from engine_adapter.server.build import build
 

@@ -24,6 +24,7 @@ from engine_adapter.releases import SGLANG
 from engine_adapter.sglang_storage.forms import KV_POOL, Names, PoolForm, Rank, check_pool, frame_geometry, page_hash
 from engine_adapter.sglang_storage.hits import PoolPages, leading_run, restorable
 from engine_adapter.sglang_storage.pages import Page, page_rows
+from engine_adapter.sglang_storage.recording import Recording, started
 from engine_adapter.sglang_storage.settings import make_tiers, model_weights, read_settings
 from engine_adapter.sglang_storage.shelf import Shelf
 
@@ -54,6 +55,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._forms: dict[str, PoolForm] = {}
         self._pools: dict[str, Any] = {}
         self._shelf: Shelf | None = None
+        self._recording: Recording | None = None
         self._measuring = threading.Lock()
         self._measured: dict[str, list[float]] = {name: [] for name in _STATS}
         self._wants_stats = storage_config.enable_storage_metrics
@@ -80,6 +82,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 make_tiers(settings, geometry, self._rank),
                 staging_bytes=settings.staging_bytes,
                 deadline_seconds=settings.store.fetch_deadline_seconds,
+                prefill_tokens_per_second=settings.prefill_tokens_per_second,
+                tells=self._rank.is_first,
+            )
+            page_tokens = getattr(mem_pool_host, "logical_page_size", mem_pool_host.page_size)
+            self._recording = started(
+                self._rank, page_tokens, self._model, in_place=not settings.flat, server=_prefix_settings()
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -128,11 +136,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # v1 --------------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        shelf = self._open_shelf()
-        return leading_run(self._flags(keys, KV_POOL, shelf.until()))
+        self._asked(keys, extra_info)
+        run = leading_run(self._flags(keys, KV_POOL, self._open_shelf().until()))
+        self._note_lookup(keys, run, extra_info)
+        return run
 
     def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+        return all(self._flags([key], KV_POOL, self._open_shelf().until()))
+
+    def _asked(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None) -> None:
+        if self._recording is not None:
+            self._recording.asked(extra_info.prefix_keys if extra_info is not None else None, keys)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -143,6 +157,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
+        if self._recording is not None:
+            self._recording.wrote(extra_info.prefix_keys if extra_info is not None else None, keys)
         before = _page_before(extra_info)
         return self._move_out(keys, KV_POOL, lambda: self._rows(keys, KV_POOL, host_indices), before)
 
@@ -155,6 +171,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         until = self._open_shelf().until()
+        self._asked(keys, extra_info)
         pools = []
         for transfer in pool_transfers or ():
             trailing = 0
@@ -165,7 +182,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             name = _name(transfer.name)
             pools.append(PoolPages(name, self._flags(keys, name, until), trailing))
         hits, lengths = restorable(self._flags(keys, KV_POOL, until), pools)
-        return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
+        run = lengths[-1] if lengths else 0
+        self._note_lookup(keys, run, extra_info)
+        return PoolTransferResult(run, hits, lengths)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -239,9 +258,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         hashes = [page_hash(key) for key in keys]
         flags = [True] * len(keys)
         for form in forms:
-            found = self._open_shelf().exists(form.with_hashes(hashes), until)
-            flags = [one and other for one, other in zip(flags, found, strict=True)]
+            found = self._open_shelf().find(form.with_hashes(hashes), until)
+            flags = [one and tier is not None for one, tier in zip(flags, found, strict=True)]
         return flags
+
+    def _note_lookup(self, keys: Sequence[str], run: int, extra_info: HiCacheStorageExtraInfo | None) -> None:
+        """Once for all ranks, which are asked the same."""
+        forms = self._keys(KV_POOL, 0.0) if self._rank.is_first else None
+        if forms is not None:
+            before = [page_hash(key) for key in getattr(extra_info, "prefix_keys", None) or ()]
+            self._open_shelf().note_lookup(forms[0], before, [page_hash(key) for key in keys], run)
 
     def _rows(self, keys: Sequence[str], name: str, host_indices: Any) -> list[list[list[ByteRow]]] | None:
         """Per page and part, the pieces. None, logged, where the indices do not fit the keys."""
@@ -331,6 +357,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                     self._measured[name].append(value)
 
     def close(self) -> None:
+        if self._recording is not None:
+            self._recording.close()
         if self._shelf is not None:
             self._shelf.close()
 
@@ -366,6 +394,21 @@ def _engine_settings() -> Any:
         return get_server_args()
     except ValueError:
         return None
+
+
+def _prefix_settings() -> tuple[bool, int] | None:
+    """Whether SGLang passes prefix keys, and from how many new tokens on it asks; None where no server says."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.runtime_context import get_memory
+
+    try:
+        given = get_memory().hicache_storage_backend_extra_config
+    except ValueError:
+        return None
+    if not given:
+        return None  # attached while it runs, by settings that are not kept; what is written will show
+    _, threshold_tokens, _, _, passes = HybridCacheController.parse_storage_backend_extra_config(given)
+    return passes, threshold_tokens
 
 
 def _weight_version() -> str:

@@ -59,6 +59,11 @@ class Rank:
         )
 
     @property
+    def is_first(self) -> bool:
+        """Of those that are asked the same."""
+        return not (self.tp_rank or self.pp_rank or self.cp_rank)
+
+    @property
     def directory(self) -> str:
         return f"dp{self.dp_rank}-pp{self.pp_rank}-cp{self.cp_rank}-tp{self.tp_rank}"
 

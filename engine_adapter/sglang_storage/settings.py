@@ -33,6 +33,7 @@ STORE_KEYS = (
     "secret",
     "zstd_level",
     "fetch_deadline_seconds",
+    "prefill_tokens_per_second",
 )
 _WHERE = "hicache-storage-backend-extra-config"
 
@@ -43,6 +44,7 @@ class StorageSettings:
 
     kv_cache_dtype: what the bytes of a uint8 cache are; "" takes SGLang's own word. staging_bytes: most that is on its
     way to or from disk and server. flat: pages come as copies (SGLang without interface_v1), not in place.
+    prefill_tokens_per_second: what the operator knows of the engine, which is not asked; 0: nothing.
     """
 
     store: KVStoreConfig
@@ -52,6 +54,7 @@ class StorageSettings:
     kv_cache_dtype: str = ""
     staging_bytes: int = 256 << 20
     flat: bool = False
+    prefill_tokens_per_second: float = 0.0
 
 
 def read_settings(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> StorageSettings:
@@ -83,7 +86,9 @@ def read_settings(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -
             f"{_WHERE}: got daemon beside disk_path or redis_url; expected one or the other: the daemon has tiers of "
             "its own"
         )
-    return StorageSettings(store, flat=not given.get("interface_v1"), **own)
+    is_named = "prefill_tokens_per_second" in named or "KVSTORE_PREFILL_TOKENS_PER_SECOND" in environ
+    speed = store.prefill_tokens_per_second if is_named else 0.0
+    return StorageSettings(store, flat=not given.get("interface_v1"), prefill_tokens_per_second=speed, **own)
 
 
 def _socket(given: str, known: str) -> str:

@@ -20,11 +20,11 @@ from allocator import TierError
 from engine_adapter.sglang_storage.pages import Page, cut, gather, scatter
 from engine_adapter.tiers_below import TiersBelow
 from kvstore.staging import Staging
-from kvstore.tier import ResultCode
+from kvstore.tier import Lookup, ResultCode, Tier
 
 if TYPE_CHECKING:
     from kvstore.copy_key import CopyKey
-    from kvstore.tier import ByteRow, Tier, Transfer
+    from kvstore.tier import ByteRow, Transfer
 
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 4 << 20  # staged at once: what was just read is still in the cache when it is put in place
@@ -35,25 +35,58 @@ DIRECT_TIERS = ("daemon", "host")
 
 
 class Shelf:
-    """tiers: fast to slow, closed with the shelf. deadline_seconds: of lookups and reads."""
+    """tiers: fast to slow, closed with the shelf. deadline_seconds: of lookups and reads.
 
-    def __init__(self, tiers: Sequence[Tier], *, staging_bytes: int = 256 << 20, deadline_seconds: float = 1.0) -> None:
+    prefill_tokens_per_second: of the engine, for what the daemon says of time saved; 0: nobody knows. tells: this rank
+    says for all what was read.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        staging_bytes: int = 256 << 20,
+        deadline_seconds: float = 1.0,
+        prefill_tokens_per_second: float = 0.0,
+        tells: bool = True,
+    ) -> None:
         self.below = TiersBelow(tiers)
         self.deadline_seconds = deadline_seconds
+        self._prefill_tokens_per_second = prefill_tokens_per_second
+        self._tells = tells
         self._staging = Staging(staging_bytes)
 
     def until(self) -> float:
         """When a read that begins now is given up."""
         return time.monotonic() + self.deadline_seconds
 
-    def exists(self, keys: Sequence[CopyKey], until: float) -> list[bool]:
-        """Which copies can be had from some tier. A tier that still looks is waited for."""
-        found = [False] * len(keys)
+    def find(self, keys: Sequence[CopyKey], until: float) -> list[Tier | None]:
+        """The first tier that has each copy. A tier that still looks is waited for."""
+        found: list[Tier | None] = [None] * len(keys)
         for tier in self.below.tiers:
-            if all(found):
+            if None not in found:
                 break
-            found = [one or other for one, other in zip(found, self._present(tier, keys, until), strict=True)]
+            flags = self._present(tier, keys, until)
+            found = [one or (tier if flag else None) for one, flag in zip(found, flags, strict=True)]
         return found
+
+    def note_lookup(self, key: CopyKey, before: Sequence[bytes], hashes: Sequence[bytes], run: int) -> None:
+        """SGLang goes by it that the first `run` of `hashes` can be had: for tiers that say what use they are.
+
+        key: of one part of the pages; before: the prompt's pages that SGLang has itself.
+        """
+        with self.below.lock:
+            told = [tier for tier in self.below.tiers if type(tier).note_lookup is not Tier.note_lookup]
+            if not told or not hashes:
+                return
+            found = self.find(key.with_hashes(hashes[:run]), 0.0)
+            start, prompt = len(before), (before or hashes)[0]
+            missed = range(start + run, start + len(hashes))
+            for tier in told:
+                copies = {start + place: key.with_hash(hashes[place]) for place, one in enumerate(found) if one is tier}
+                tier.note_lookup(Lookup(key.with_hash(prompt), hashes, copies, missed, 0, start=start))
+                if self._prefill_tokens_per_second:
+                    tier.note_prefill_speed(self._prefill_tokens_per_second)
 
     def _present(self, tier: Tier, keys: Sequence[CopyKey], until: float) -> list[bool]:
         if self.below.is_stuck(tier):
@@ -84,9 +117,21 @@ class Shelf:
             codes = load(tier, wanted, until)
             for place, code in zip(places, codes, strict=True):
                 loaded[place] = code is ResultCode.OK
+            self._note_reuse(
+                tier, [page.key for page, code in zip(wanted, codes, strict=True) if code is ResultCode.OK]
+            )
             self.below.count(f"loaded_pages_{tier.name}", codes.count(ResultCode.OK))
         self.below.count("pages_not_loaded", loaded.count(False))
         return loaded
+
+    def _note_reuse(self, tier: Tier, keys: Sequence[CopyKey]) -> None:
+        """Each page once, however many ranks, parts and pools it has."""
+        if not self._tells:
+            return
+        pages = [key for key in keys if key.group == 0 and key.heads[0] == 0]
+        if pages and type(tier).note_reuse is not Tier.note_reuse:
+            with self.below.lock:
+                tier.note_reuse(pages[0], len(pages))
 
     def _load_direct(self, tier: Tier, pages: Sequence[Page], until: float) -> list[ResultCode]:
         transfer = self.below.begin(lambda: tier.submit_get([(page.key, page.rows) for page in pages]))

@@ -85,6 +85,11 @@ def read_arguments(
             "pass of a cache, and none later"
         )
     ids = kwargs.get("input_ids")
+    if rows and isinstance(ids, torch.Tensor) and ids.ndim == 2 and not ids.numel():
+        raise UsageError(
+            f"input_ids: no token behind the {past} that this cache has; expected a text that goes on where it ends "
+            "(another prompt needs a cache of its own: cache())"
+        )
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
         raise UsageError("input_ids: expected a Tensor[rows, tokens] of at least one token")
     if rows and len(rows) != ids.shape[0]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import weakref
 from collections import deque
 from pathlib import Path
@@ -20,15 +21,25 @@ import torch
 
 from allocator import ConfigError, IntegrityError, UsageError
 from engine_adapter.attention import AttentionBackend, get_backend
-from engine_adapter.model_geometry import geometry_from_config, kv_sources, refuse_media, refuse_model
+from engine_adapter.model_geometry import (
+    bare_model,
+    geometry_from_config,
+    kv_sources,
+    refuse_media,
+    refuse_model,
+    refuse_state,
+)
 from engine_adapter.paged_cache import PagedCache
 from engine_adapter.paged_function import borrow, current_pass, give_back, refuse_latents
 from engine_adapter.request import other_identity
 from engine_adapter.transformers_cache.arguments import read_arguments
 from engine_adapter.transformers_cache.passes import ForwardPass
+from engine_adapter.transformers_cache.recording import CacheRecording
 from engine_adapter.transformers_cache.rows import Rows
 from engine_adapter.transformers_cache.store_cache import StoreCache
+from engine_adapter.weights_watch import WeightsWatch
 from kvstore import Identity, KVStore, KVStoreConfig
+from kvstore.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +47,9 @@ if TYPE_CHECKING:
     from kvstore.identity import Media
 
 _NOT_ABOUT_KV = ("transformers_version", "_name_or_path", "architectures", "use_cache", "pad_token_id")
+_PREFILL_COLUMNS = 16  # a pass of fewer tokens a row is decoding, or checks drafts
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
+_NAMING = "adapter=(name, id, digest)"
 
 
 class ModelStore:
@@ -46,8 +59,9 @@ class ModelStore:
     as everywhere. paged: attend over the blocks where they lie, INT4 included, instead of gathering for the model's
     own attention; until `close` the model then needs a cache of ours. name, weights: of the identity. By default the
     name is that of the folder or repository that the model came from, and weights a SHA-256 over all that is in memory
-    and the model's config, once: right also for merged or changed weights, but other engines name them otherwise (see
-    docs/how-to/transformers.md). adapter, tenant: see Identity.
+    and the model's config, once: right also for merged weights. A model that is converted later (`half`, `to`) is
+    refused; weights changed where they lie are not noticed (see `KVStore.reset`). Other engines name them otherwise
+    (see docs/how-to/transformers.md). adapter, tenant: see Identity.
 
     Raises ConfigError, naming the model, where reuse would be silently wrong.
     """
@@ -64,7 +78,10 @@ class ModelStore:
         adapter: object = None,
         tenant: str | None = None,
     ) -> None:
-        self.model = model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model: got {model!r:.120} ({type(model).__name__}); expected a model of transformers")
+        self.model = model = bare_model(model)
+        self._watch = WeightsWatch(model)
         self.geometry = geometry_from_config(model.config, model.dtype, block_tokens)
         self._sources = kv_sources(model.config)
         self._backend: AttentionBackend | None = None
@@ -79,13 +96,18 @@ class ModelStore:
             adapter=adapter,
             tenant=tenant,
         )
-        self._refuse_unnamed_adapter(self.identity)
+        refuse_state(model, named=adapter is not None, naming=_NAMING)
         self._placeholder_ids = placeholders(model.config)
         self.store = KVStore(
             self.geometry, self.identity, config, device=str(model.device), placeholder_ids=self._placeholder_ids
         )
         if self.store.slab is None:
             raise ConfigError("the store has no device memory: give config.device_bytes")
+        told = self.identity.model
+        self._recorder = TraceRecorder.from_environment(
+            self.identity.root(), block_tokens, told if isinstance(told, str) else ""
+        )
+        self._watched_epoch = self.store.identity.epoch
         self._paged = PagedCache(self.store.slab, self.geometry, self.store.cold_codec)
         self._windows = {layer: group.window_tokens for group in self.geometry.groups for layer in group.layers}
         self._layer_count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -111,12 +133,19 @@ class ModelStore:
         exact: reuse only what was computed in full precision, and keep it so. adapter, tenant: others than the store's.
         media: for each prompt the media whose placeholders it holds, which the model is given in its first pass.
         """
+        if type(exact) is not bool:
+            raise UsageError(f"exact: got {exact!r}; expected True or False")
+        if not isinstance(media, list | tuple) or not all(isinstance(one, list | tuple) for one in media):
+            raise UsageError(f"media: got {media!r:.120}; expected a list of Media for each prompt")
         self._end_dropped()
         if any(media):
             refuse_media(self.model, masks_itself=self._backend is None)
         identity = other_identity(self.identity, adapter, tenant)
-        self._refuse_unnamed_adapter(identity or self.identity)
-        rows = Rows(self.store, self._paged, exact=exact, identity=identity, media=media)
+        self._check_state(identity or self.identity)
+        recording = None
+        if self._recorder is not None:
+            recording = CacheRecording(self._recorder, identity or self.identity, self.geometry.block_tokens)
+        rows = Rows(self.store, self._paged, exact=exact, identity=identity, media=media, recording=recording)
         cache = StoreCache(rows, self._windows, self._layer_count)
         self._caches.add(cache)
         ending = weakref.finalize(cache, self._dropped.append, rows)
@@ -133,6 +162,8 @@ class ModelStore:
         if self._hooks and self._backend is not None:
             give_back(self.model)
         self._hooks = []
+        if self._recorder is not None:
+            self._recorder.close()
         self.store.close()
 
     def __enter__(self) -> ModelStore:
@@ -145,12 +176,11 @@ class ModelStore:
         while self._dropped:
             self._dropped.popleft().finish()
 
-    def _refuse_unnamed_adapter(self, identity: Identity) -> None:
-        if getattr(self.model, "peft_config", None) and identity.adapter is None:
-            raise ConfigError(
-                f"{type(self.model).__name__} carries adapters {sorted(self.model.peft_config)}: name the active one "
-                "with adapter=(name, id, digest), or its KV would be taken for the plain model's"
-            )
+    def _check_state(self, identity: Identity) -> None:
+        refuse_state(self.model, named=identity.adapter is not None, naming=_NAMING)
+        if (epoch := self.store.identity.epoch) != self._watched_epoch:  # a reset: other weights are meant
+            self._watched_epoch, self._watch = epoch, self._watch.renewed(self.model)
+        self._watch.check("a new ModelStore, or KVStore.reset() where weights of the same dtype were put in place")
 
     # ---- hooks
 
@@ -163,10 +193,9 @@ class ModelStore:
         cache = self._ours(kwargs)
         if cache is None:
             return None
-        if model.training:
-            raise UsageError("the model is in training mode, where dropout changes its KV; call model.eval() first")
-        self._end_dropped()
         rows = cache.rows
+        self._check_state(rows.identity or self.identity)
+        self._end_dropped()
         rows.settle()
         given = read_arguments(args, kwargs, rows.columns, rows.rows, any(rows.media), bool(self._placeholder_ids))
         if not rows.rows:
@@ -196,6 +225,10 @@ class ModelStore:
             cache.rows.failed = f"layers {missing} of {type(model).__name__} never updated it"
             raise IntegrityError(f"layers {missing} of {type(model).__name__} never updated the cache in this pass")
         cache.rows.end_pass(step.new_columns)
+        if step.new_columns >= _PREFILL_COLUMNS:
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # enqueued so far; whoever wants the next token waits as well
+            self.store.observe_prefill(step.fed_tokens, time.perf_counter() - step.began_seconds)
 
 
 def placeholders(config: Any) -> set[int]:

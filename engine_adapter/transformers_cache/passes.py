@@ -6,6 +6,7 @@ thread that runs the model; lives as long as the pass.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class ForwardPass(PagedPass):
     ) -> None:
         super().__init__(cache, sources)
         self.past_columns, self.new_columns = columns
+        self.fed_tokens = sum(fed)
+        self.began_seconds = time.perf_counter()
         self.reached: set[int] = set()
         self._awaited: int | None = None  # layer whose attention comes next, in paged attention
         self._latent: torch.Tensor | None = None  # of the awaited layer: Tensor[rows, 1, columns, latent and rope]

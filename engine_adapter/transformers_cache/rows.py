@@ -20,6 +20,7 @@ from allocator import CannotRollback, CapacityError, UsageError
 
 if TYPE_CHECKING:
     from engine_adapter.paged_cache import PagedCache
+    from engine_adapter.transformers_cache.recording import CacheRecording
     from kvstore import Identity, KVStore
     from kvstore.identity import Media
 
@@ -31,6 +32,7 @@ _WAIT_SECONDS = 0.02
 class Row:
     """pad: columns before its first token. ids: tokens fed, the pending ones included. reused: found in the store.
 
+    by_tier: where the reused ones, and those that a batch gave back, came from, the device first.
     media: their places count without the padding.
     """
 
@@ -39,6 +41,7 @@ class Row:
     sequence_id: str | None = None
     committed: int = 0
     reused: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)
     prefilled: bool = False
     media: tuple[Media, ...] = ()
 
@@ -58,20 +61,37 @@ class Rows:
         exact: bool,
         identity: Identity | None,
         media: Sequence[Sequence[Media]] = (),
+        recording: CacheRecording | None = None,
     ) -> None:
         """media: of each prompt; beams and several answers of a prompt are rows side by side."""
         self._store = store
         self._paged = paged
         self._exact = exact
-        self._identity = identity
+        self.identity = identity
+        self._recording = recording
         self.media = media
         self.media_to_come = False  # some lie behind what was found in the store
         self._block_tokens = store.geometry.block_tokens
         self.rows: list[Row] = []
         self.columns = 0
-        self.by_tier: dict[str, int] = {}
         self.failed = ""  # why this cache can no longer be used
         self._in_pass = False
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Reused tokens of all rows, by the tier that had them."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            left = row.reused
+            for tier, tokens in row.by_tier.items():
+                if taken := min(left, tokens):
+                    found[tier] = found.get(tier, 0) + taken
+                left -= taken
+        return found
+
+    @property
+    def is_closed(self) -> bool:
+        return self._store.closed
 
     # ---- steps
 
@@ -111,6 +131,8 @@ class Rows:
         self.rows = [
             Row(pad, media=tuple(self.media[at // share]) if self.media else ()) for at, pad in enumerate(pads)
         ]
+        if self._recording is not None:
+            self._recording.begin(prompts, [row.media for row in self.rows])
         try:
             return self._admit_all(prompts, most_columns)
         except BaseException:
@@ -137,8 +159,6 @@ class Rows:
         self.media_to_come = any(row.pad + one.stop > column for row in self.rows for one in row.media)
         for row in self.rows:
             row.reused = len(row.ids)
-        if not any(row.reused for row in self.rows):
-            self.by_tier = {}
         self.columns = column
         return column
 
@@ -200,7 +220,8 @@ class Rows:
         for source in sources:
             row = self.rows[source]
             if source in taken:
-                row = Row(row.pad, list(row.ids), None, row.committed, row.reused, row.prefilled, row.media)
+                copied = (row.committed, row.reused, row.by_tier, row.prefilled, row.media)
+                row = Row(row.pad, list(row.ids), None, *copied)
                 parent = self.rows[source].sequence_id
                 if parent is not None:
                     row.sequence_id = _new_id()
@@ -217,6 +238,8 @@ class Rows:
         if not self._store.closed:
             if not self.failed:
                 self.settle()
+            if self._recording is not None:
+                self._recording.end([row.ids for row in self.rows], failed=bool(self.failed))
             for row in self.rows:
                 self._end(row, "abort" if self.failed else "finish")
         self.rows = []
@@ -230,7 +253,7 @@ class Rows:
         media = [one for one in row.media if one.start < len(prompt)]
         while True:
             try:
-                given = store.admit(sequence_id, prompt, exact=self._exact, identity=self._identity, media=media)
+                given = store.admit(sequence_id, prompt, exact=self._exact, identity=self.identity, media=media)
                 if not given.ask_again:
                     break
             except CapacityError as error:
@@ -242,8 +265,7 @@ class Rows:
             self._let_work()
         row.ids = prompt[: state.ready_tokens]
         row.committed = state.ready_tokens
-        for tier, tokens in given.by_tier.items():
-            self.by_tier[tier] = self.by_tier.get(tier, 0) + tokens
+        row.by_tier = dict(given.by_tier)
 
     def _let_work(self) -> None:
         self._store.wait(_WAIT_SECONDS)

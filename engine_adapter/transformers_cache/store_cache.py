@@ -80,8 +80,8 @@ class StoreCache(Cache):  # type: ignore[misc] # untyped
 
     @property
     def reused_by_tier(self) -> dict[str, int]:
-        """Where they came from, before a batch gave back what its rows did not have in common."""
-        return dict(self.rows.by_tier)
+        """Where they came from; their sum is `reused_tokens`."""
+        return self.rows.by_tier
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -91,6 +91,8 @@ class StoreCache(Cache):  # type: ignore[misc] # untyped
         key_states: Tensor[rows, kv_heads, tokens, key_dim], value_states likewise (of a latent layer: latent and rope).
         """
         step = self.running
+        if step is None and self.rows.is_closed:
+            raise UsageError("the ModelStore of this cache is closed")
         if step is None:
             raise UsageError(
                 "this cache is used outside a forward pass of the model that its ModelStore was opened for"

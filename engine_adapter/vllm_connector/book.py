@@ -34,8 +34,21 @@ class Found:
     lossy_at: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A request goes by what was found. Of its blocks the first asked_blocks could have been used again.
+
+    prefill_tokens_per_second: of this engine, 0 while it is not known."""
+
+    asked_blocks: int
+    tokens: int
+    prefill_tokens_per_second: float = 0.0
+
+
 class Lookups(Protocol):
     def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found: ...
+
+    def note(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int, note: Note) -> None: ...
 
 
 @dataclass(slots=True)
@@ -67,7 +80,8 @@ class Book:
     """identity: of the plain model; a request's LoRA and salt are put in. deadline_seconds: longest "ask again".
 
     raw_tail_tokens: with encoded copies, so many of a prompt's and of an answer's last tokens are stored raw too, since
-    the next hit reads them as its recent past; 0: all copies are raw anyhow.
+    the next hit reads them as its recent past; 0: all copies are raw anyhow. tells: some tier says what use it is, and
+    is told what became of each lookup; prefill_tokens_per_second: beside that, see Note.
     """
 
     def __init__(
@@ -78,6 +92,7 @@ class Book:
         *,
         deadline_seconds: float,
         raw_tail_tokens: int = 0,
+        tells: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -85,6 +100,8 @@ class Book:
         self._lookups = lookups
         self._deadline_seconds = deadline_seconds
         self._raw_tail_tokens = raw_tail_tokens
+        self._tells = tells
+        self.prefill_tokens_per_second = 0.0
         self._clock = clock
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadOrder] = []
@@ -143,6 +160,10 @@ class Book:
         stop = start + external_tokens // self._block_tokens
         tracked.lossy_at = self._lossy_at(chain.hashes[:start])
         tracked.computed_from = stop
+        if self._tells and tracked.may_load:  # after a load that failed vLLM says so once more
+            asked = max(0, request.num_tokens - 1) // self._block_tokens
+            note = Note(asked, chain.token_count, self.prefill_tokens_per_second)
+            self._lookups.note(self.epoch, chain.root, chain.hashes, start, note)
         if not external_tokens:
             return
         lossy_at = tracked.found_lossy_at
@@ -232,6 +253,11 @@ class Book:
             for first, last, is_exact in spans
             if first < last
         ]
+
+    def chain_of(self, request: Any) -> HashChain | None:
+        """The names of a request's blocks; None where it has none, or was never asked about."""
+        tracked = self._requests.get(request.request_id)
+        return None if tracked is None or tracked.request is not request else tracked.chain
 
     def finished(self, request_id: str, tables: Tables = ()) -> None:
         """It is over, and these were its blocks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +26,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from allocator import ConfigError, GroupKind, TierError
 from engine_adapter.releases import VLLM
 from engine_adapter.vllm_connector.book import Book
+from engine_adapter.vllm_connector.copier import copier_for
 from engine_adapter.vllm_connector.cores import beside_the_computing
+from engine_adapter.vllm_connector.device_tier import check_room
 from engine_adapter.vllm_connector.geometry import engine_geometry, stored_dtype
 from engine_adapter.vllm_connector.layout import blocks_per_page
 from engine_adapter.vllm_connector.loading import LoadResult
 from engine_adapter.vllm_connector.lookup import Answer, LookupClient, LookupServer, Question
 from engine_adapter.vllm_connector.orders import Orders
-from engine_adapter.vllm_connector.pages import group_pages, scales_name
+from engine_adapter.vllm_connector.pages import group_pages, pages_device, scales_name
+from engine_adapter.vllm_connector.prefill_speed import PrefillSpeed
+from engine_adapter.vllm_connector.recording import ended_request
 from engine_adapter.vllm_connector.settings import (
     make_codec,
+    make_device_tier,
     make_tiers,
     model_and_weights,
     read_settings,
@@ -41,6 +47,7 @@ from engine_adapter.vllm_connector.settings import (
 from engine_adapter.vllm_connector.shelf import Shelf
 from engine_adapter.vllm_connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvstore import Identity
+from kvstore.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,11 +100,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(
                 f"pipeline_parallel_size: got {parallel.pipeline_parallel_size}; expected 1: stages are not joined yet"
             )
-        if vllm_config.device_config.device_type != "cpu":
-            raise ConfigError(
-                f"device: got {vllm_config.device_config.device_type}; expected cpu: copies from GPU pages are not "
-                "there yet"
-            )
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ConfigError(
                 "kv_load_failure_policy: got fail; expected recompute in the kv_transfer_config: a copy that cannot "
@@ -127,8 +129,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._lookups,
             deadline_seconds=store.fetch_deadline_seconds,
             raw_tail_tokens=store.residual_tokens if self._codec is not None else 0,
+            tells=bool(self._settings.daemon or store.daemon_socket),
         )
+        self._speed = PrefillSpeed()
         self._stores = vllm_config.kv_transfer_config.is_kv_producer  # kv_both is one, kv_consumer only loads
+        self._recorder = TraceRecorder.from_environment(identity.root(), self._settings.block_tokens, name)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._book.matched_tokens(request, num_computed_tokens)
@@ -147,6 +152,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             (request_id, computed[request_id] + count)
             for request_id, count in scheduler_output.num_scheduled_tokens.items()
         ]
+        self._speed.step(scheduler_output.num_scheduled_tokens)
+        self._book.prefill_tokens_per_second = self._speed.tokens_per_second
         orders = self._book.step(scheduled, state.get_block_ids)
         if not self._stores:
             orders.saves.clear()
@@ -165,6 +172,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Nothing to wait for: blocks were copied out of the pages in the step that filled them, and what is wanted
         again, raw, is copied before the next step writes."""
+        if self._recorder is not None and (chain := self._book.chain_of(request)) is not None:
+            tokens, tenant = self._settings.block_tokens, self._settings.tenant
+            self._recorder.record(ended_request(request, chain, tokens, tenant))
         self._book.finished(request.request_id, block_ids)
         return False, None
 
@@ -185,16 +195,28 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = self._settings
         rank = get_tensor_model_parallel_rank()
         self._scale_name = ""
-        with beside_the_computing():
+        with beside_the_computing(), ExitStack() as opened:
+            copier = copier_for(pages_device(self._vllm_config.device_config.device_type))
+            parts = (settings, self._geometry, self._codec, self._ranks)
+            if settings.device_int4_bytes and copier.device.type == "cuda":
+                engine_bytes = max(one.size for one in self._kv_cache_config.kv_cache_tensors)
+                check_room(settings.device_int4_bytes, engine_bytes, *torch.cuda.mem_get_info(copier.device))
+            opened.callback(copier.close)
+            tiers = [opened.enter_context(closing(tier)) for tier in make_device_tier(*parts, copier)]
+            tiers += [opened.enter_context(closing(tier)) for tier in make_tiers(*parts)]
             self._shelf = Shelf(
                 self._geometry,
-                make_tiers(settings, self._geometry, self._codec, self._ranks),
+                tiers,
                 codec=self._codec,
                 rank=(rank, self._ranks),
                 staging_bytes=settings.staging_bytes,
                 deadline_seconds=settings.store.fetch_deadline_seconds,
+                copier=copier,
             )
-            self._server = LookupServer(engine_id, self._answer, rank)
+            opened.pop_all()
+            opened.callback(self._shelf.close)
+            self._server = LookupServer(engine_id, self._answer, rank, self._note)
+            opened.pop_all()
         self._loading: dict[str, Any] = {}
         self._invalid: set[int] = set()
         self._reported: dict[str, int] = {}
@@ -210,11 +232,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found = self._shelf.find(question.epoch, question.root, hashes, question.local_blocks)
         return Answer(found.blocks, found.pending, found.epoch, found.lossy_at)
 
+    def _note(self, question: Question, hashes: list[bytes]) -> None:
+        assert question.note is not None
+        self._shelf.note_lookup(question.epoch, question.root, hashes, question.local_blocks, question.note)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         dtype, rank = self._vllm_config.model_config.dtype, (get_tensor_model_parallel_rank(), self._ranks)
-        self._shelf.attach(group_pages(self._geometry, self._kv_cache_config, kv_caches, dtype, rank))
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self._shelf.attach(group_pages(self._geometry, self._kv_cache_config, kv_caches, dtype, rank, layers))
         if self._is_fp8:
-            layers = self._vllm_config.compilation_config.static_forward_context
             self._scale_name = scales_name({name: layers[name] for name in kv_caches})
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -222,6 +248,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.orders.ended:
             self._shelf.save(connector_metadata.orders.ended)
+        self._shelf.before_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for order in self._get_connector_metadata().orders.loads:
@@ -285,6 +312,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.SCHEDULER:
             self._lookups.close()
+            if self._recorder is not None:
+                self._recorder.close()
         else:
             self._server.close()
             self._shelf.close()

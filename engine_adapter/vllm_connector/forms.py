@@ -48,14 +48,14 @@ class Forms:
     def encode(self, group: int, raw: ByteRow, count: int, target: ByteRow) -> list[bool]:
         """`count` raw blocks of this rank's heads into payloads; False where a block is too lossy and stays raw."""
         assert self.codec is not None
-        keys, values = self._tensors(group, self.own[group], raw, count)
+        keys, values = self._tensors(group, self.own[group], torch.from_numpy(raw), count)
         out = torch.from_numpy(target).reshape(count, -1)
         return [bool(one) for one in self.codec.encode_batch(keys, values, out).tolist()]
 
     def assemble(
-        self, group: int, form: int, ranges: Sequence[Heads], payloads: ByteRow, count: int, target: ByteRow
+        self, group: int, form: int, ranges: Sequence[Heads], payloads: torch.Tensor, count: int, target: torch.Tensor
     ) -> None:
-        """`count` raw blocks of this rank's heads into `target`.
+        """`count` raw blocks of this rank's heads into `target`, on the device of both (uint8 [bytes]).
 
         payloads: of the first range all copies one behind the other, then of the next.
         """
@@ -69,7 +69,7 @@ class Forms:
             if (first, last) == (start, stop):
                 self._decode(group, form, (first, last), piece, count, mine)
                 continue
-            whole = torch.empty(count * self.raw_bytes(group, (first, last)), dtype=torch.uint8).numpy()
+            whole = torch.empty(count * self.raw_bytes(group, (first, last)), dtype=torch.uint8, device=target.device)
             part = self._tensors(group, (first, last), whole, count)
             self._decode(group, form, (first, last), piece, count, part)
             low, high = max(start, first), min(stop, last)
@@ -77,17 +77,35 @@ class Forms:
                 if here is not None and there is not None:
                     here[:, :, low - start : high - start] = there[:, :, low - first : high - first]
 
+    def read_places(
+        self, group: int, form: int, memory: torch.Tensor, places: Sequence[int], target: torch.Tensor
+    ) -> None:
+        """Copies of this rank's heads at byte offsets of `memory` into raw blocks, one behind the other in `target`.
+
+        memory, target: uint8 [bytes] on one device.
+        """
+        size = self.payload_bytes(group, form, self.own[group])
+        payloads = [memory[place : place + size] for place in places]
+        if form == FULL or self.codec is None:
+            for index, payload in enumerate(payloads):
+                target[index * size : (index + 1) * size].copy_(payload)
+            return
+        tensors = self._tensors(group, self.own[group], target, len(places))
+        in_place = getattr(self.codec, "decode_slots", None)
+        if in_place is None or not in_place(memory, torch.tensor(places, dtype=torch.int64), *tensors):
+            self.codec.decode_into(torch.stack(payloads), *tensors)
+
     def _decode(
         self,
         group: int,
         form: int,
         heads: Heads,
-        payloads: ByteRow,
+        payloads: torch.Tensor,
         count: int,
         target: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
         if form != FULL and self.codec is not None:
-            self.codec.decode_into(torch.from_numpy(payloads).reshape(count, -1), *target)
+            self.codec.decode_into(payloads.reshape(count, -1), *target)
             return
         for here, there in zip(target, self._tensors(group, heads, payloads, count), strict=True):
             if here is not None and there is not None:
@@ -98,11 +116,13 @@ class Forms:
         tokens = self._geometry.block_tokens
         return BlockShape(len(one.layers), heads[1] - heads[0], tokens, one.key_dim, one.value_dim)
 
-    def _tensors(self, group: int, heads: Heads, row: ByteRow, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _tensors(
+        self, group: int, heads: Heads, row: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Views of raw blocks: K [count, layers, heads, block_tokens, key_dim], V alike, None of latents."""
         shape = self._shape(group, heads)
         tokens, split = shape.block_tokens, shape.block_tokens * shape.key_dim
-        words = torch.from_numpy(row[: count * self.raw_bytes(group, heads)]).view(self._dtype)
+        words = row[: count * self.raw_bytes(group, heads)].view(self._dtype)
         words = words.reshape(count, shape.layers, shape.kv_heads, -1)
         keys = words[..., :split].unflatten(-1, (tokens, shape.key_dim))
         if shape.is_latent:

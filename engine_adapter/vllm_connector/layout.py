@@ -33,10 +33,10 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPages:
+class PagesShape:
     """A cache group of the store in vLLM's memory; K and V have the same dim, or there is no V (is_latent)."""
 
-    layers: tuple[LayerPages, ...]
+    layers: tuple[Any, ...]
     kv_heads: int
     dim: int
     block_tokens: int
@@ -59,6 +59,11 @@ class GroupPages:
         return all(
             page < len(tables[one]) and tables[one][page] != NULL_BLOCK for one in {one.table for one in self.layers}
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages(PagesShape):
+    """In host memory, as the CPU backend lays it out. layers: LayerPages."""
 
     def gather(self, places: Sequence[tuple[Tables, int]], target: ByteRow) -> None:
         """Store blocks, each by its request's tables and position, one behind the other into `target`."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine_adapter.vllm_connector.book import Found
+from engine_adapter.vllm_connector.book import Found, Note
 
 _LENGTH = struct.Struct("<I")
 _LIMIT_BYTES = 64 << 20
@@ -27,13 +27,15 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """epoch that the hashes are of; is_reset: begin a new epoch, and nothing else; no hashes: the scales alone."""
+    """epoch that the hashes are of; is_reset: begin a new epoch, and nothing else; note: for statistics, and nothing
+    is asked; no hashes: the scales alone."""
 
     epoch: int = 0
     root: bytes = b""
     hashes: bytes = b""
     local_blocks: int = 0
     is_reset: bool = False
+    note: Note | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -59,19 +61,26 @@ class LookupClient:
         self._links = [_Link(socket_name(engine_id, rank), timeout_seconds) for rank in range(ranks)]
 
     def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
-        """What all ranks have."""
-        question = Question(epoch, root, b"".join(hashes), local_blocks)
+        """What all ranks have. Where one has less, the others are asked again: a shorter hit needs other windows."""
+        blocks, pending = len(hashes), False
         try:
-            answers = [link.ask(question) for link in self._links]
+            while True:
+                question = Question(epoch, root, b"".join(hashes[:blocks]), local_blocks)
+                answers = [link.ask(question) for link in self._links]
+                epoch_now = max(one.epoch for one in answers)
+                pending = pending or any(one.pending for one in answers)
+                blocks = min(one.blocks for one in answers)
+                if epoch_now != epoch or blocks <= local_blocks or all(one.blocks == blocks for one in answers):
+                    break
         except ConnectionError:
             return Found(0, False, epoch)
         lossy = [one.lossy_at for one in answers if one.lossy_at is not None]
-        return Found(
-            min(one.blocks for one in answers),
-            any(one.pending for one in answers),
-            max(one.epoch for one in answers),
-            min(lossy, default=None),
-        )
+        return Found(blocks, pending, epoch_now, min(lossy, default=None))
+
+    def note(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int, note: Note) -> None:
+        """Tell the first rank, which tells its tiers. A worker that is away misses it."""
+        with contextlib.suppress(ConnectionError):
+            self._links[0].ask(Question(epoch, root, b"".join(hashes), local_blocks, note=note))
 
     def reset(self, epoch: int) -> int:
         """Begin a new epoch in all tiers; which one. ConnectionError with the reason where one was not reached."""
@@ -138,14 +147,28 @@ class _Link:
             self._socket = None
 
 
-class LookupServer:
-    """Answers on a thread of its own until `close`."""
+def _not_noted(question: Question, hashes: list[bytes]) -> None:
+    """Nobody counts."""
 
-    def __init__(self, engine_id: str, answer: Callable[[Question, list[bytes]], Answer], rank: int = 0) -> None:
-        self._answer = answer
+
+class LookupServer:
+    """Answers on a thread of its own until `close`. note: what to do with a question that is a note."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        answer: Callable[[Question, list[bytes]], Answer],
+        rank: int = 0,
+        note: Callable[[Question, list[bytes]], None] = _not_noted,
+    ) -> None:
+        self._answer, self._note = answer, note
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(socket_name(engine_id, rank))
-        self._listener.listen(2)
+        try:
+            self._listener.bind(socket_name(engine_id, rank))
+            self._listener.listen(2)
+        except OSError:
+            self._listener.close()
+            raise
         self._links: list[socket.socket] = []
         threading.Thread(target=self._accept, name="kvstore-vllm-lookup", daemon=True).start()
 
@@ -174,7 +197,11 @@ class LookupServer:
                 question = msgspec.msgpack.decode(_receive(link), type=Question)
                 joined = question.hashes
                 hashes = [joined[at : at + _HASH_BYTES] for at in range(0, len(joined), _HASH_BYTES)]
-                _send(link, msgspec.msgpack.encode(self._answer(question, hashes)))
+                if question.note is not None:
+                    _send(link, msgspec.msgpack.encode(Answer(0, False, question.epoch)))
+                    self._note(question, hashes)  # a note in a queue: the next question waits for nothing more
+                else:
+                    _send(link, msgspec.msgpack.encode(self._answer(question, hashes)))
         except (OSError, msgspec.MsgspecError):
             link.close()
 

@@ -6,8 +6,9 @@ Imports vLLM, as connector.py does. Called once, by the worker's side.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,23 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from allocator import CacheGroup, ConfigError, GroupKind, KVGeometry
-from engine_adapter.vllm_connector.layout import GroupPages, LayerPages, blocks_per_page
+from engine_adapter.vllm_connector.layout import GroupPages, LayerPages, PagesShape, blocks_per_page
 from engine_adapter.vllm_connector.shards import shard_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from engine_adapter.vllm_connector.cuda_copier import CardPages
+
+_SCALES = ("_k_scale_float", "_v_scale_float")
 _LAYER = re.compile(r"\.(\d+)\.")
+
+
+def pages_device(device_type: str) -> torch.device:
+    """Where this worker's pages will lie."""
+    return (
+        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    )
 
 
 def scales_name(layers: Mapping[str, Any]) -> str:
@@ -36,36 +47,86 @@ def group_pages(
     kv_caches: Mapping[str, torch.Tensor],
     model_dtype: torch.dtype,
     rank: tuple[int, int] = (0, 1),
-) -> list[GroupPages]:
+    attention: Mapping[str, Any] | None = None,
+) -> list[PagesShape]:
     """Where the layers of each cache group lie.
 
     kv_caches: per layer name Tensor[blocks, heads of this rank, engine block tokens, 2 * dim], of MLA [blocks, 1,
-    engine block tokens, dim], contiguous; of FP8 caches uint8. model_dtype: of what vLLM writes into them.
+    engine block tokens, dim]; contiguous in host memory, any strides on a card; of FP8 caches uint8. model_dtype: of
+    what vLLM writes into them. attention: vLLM's attention layers by name, which write there.
     """
-    places: dict[int, tuple[int, torch.Tensor, int]] = {}
+    places: dict[int, tuple[int, str, int]] = {}
     for table, engine_group in enumerate(kv_cache_config.kv_cache_groups):
         for name in engine_group.layer_names:
             found = _LAYER.search(name)
             if found is not None and name in kv_caches:
-                places[int(found[1])] = (table, kv_caches[name], engine_group.kv_cache_spec.block_size)
-    groups = []
+                places[int(found[1])] = (table, name, engine_group.kv_cache_spec.block_size)
+    groups: list[PagesShape] = []
     for group in geometry.groups:
         start, stop = shard_of(group.kv_heads, *rank).heads
-        layers, ratio = [], 1
+        layers, ratio, name = [], 1, ""
         for layer in group.layers:
             if layer not in places:
                 raise ConfigError(f"layer {layer} of {group.name!r} has no KV cache of its own in vLLM: not supported")
-            table, tensor, engine_tokens = places[layer]
+            table, name, engine_tokens = places[layer]
             ratio = blocks_per_page(engine_tokens, geometry.block_tokens)
-            _check_tensor(geometry, group, tensor, (stop - start, engine_tokens))
-            layers.append(LayerPages(tensor.view(torch.uint8).reshape(-1).numpy(), table))
+            _check_tensor(geometry, group, kv_caches[name], (stop - start, engine_tokens))
+            layers.append((kv_caches[name], table))
         is_latent = group.kind is GroupKind.LATENT
         shape = (stop - start, group.key_dim, geometry.block_tokens, ratio, geometry.dtype_bytes, is_latent)
-        pages = GroupPages(tuple(layers), *shape)
+        if layers[0][0].device.type == "cuda":
+            writer, stored = (attention or {}).get(name), getattr(torch, geometry.dtype)
+            groups.append(_card_pages(group, layers, shape, writer, model_dtype, stored))
+            continue
+        flat = tuple(LayerPages(one.view(torch.uint8).reshape(-1).numpy(), table) for one, table in layers)
+        pages = GroupPages(flat, *shape)
         if not is_latent:
             check_layout(geometry, pages, model_dtype)
         groups.append(pages)
     return groups
+
+
+def _card_pages(
+    group: CacheGroup,
+    layers: Sequence[tuple[torch.Tensor, int]],
+    shape: tuple[int, int, int, int, int, bool],
+    attention: Any,
+    model_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> CardPages:
+    from engine_adapter.vllm_connector.cuda_copier import CardLayer, CardPages, check_pages
+
+    pages = CardPages(tuple(CardLayer(*one) for one in layers), *shape)
+    check_pages(group.name, pages)
+    if not pages.is_latent:
+        check_writer(pages, attention, model_dtype, dtype)
+    return pages
+
+
+def check_writer(pages: CardPages, attention: Any, model_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """ConfigError where an attention layer does not write a token's K and then its V, as CardPages reads them.
+
+    Every value tells its own place, a digit of base 4 a turn, which FP8 carries too. dtype: of what is stored.
+    """
+    like, heads, dim = pages.layers[0].tensor, pages.kv_heads, pages.dim
+    tokens = like.shape[2]
+    numbers = torch.arange(2 * tokens * heads * dim, device=like.device).reshape(2, tokens, heads, dim)
+    scratch = torch.empty_strided((2, *like.shape[1:]), like.stride(), dtype=like.dtype, device=like.device).zero_()
+    slots = torch.arange(tokens, 2 * tokens, device=like.device)
+    writer: Any = getattr(getattr(attention, "impl", None), "do_kv_cache_update", None)
+    scales = [getattr(attention, name, 1.0) if pages.item_bytes == 1 else 1.0 for name in _SCALES]
+    is_read = writer is not None
+    for digit in range(math.ceil(math.log(numbers.numel(), 4)) if writer is not None else 0):
+        codes = numbers // 4**digit % 4 + 1
+        keys, values = ((part * scale).to(model_dtype) for part, scale in zip(codes, scales, strict=True))
+        writer(attention, keys, values, scratch, slots)
+        found = scratch[1].view(dtype).unflatten(-1, (2, dim)).permute(2, 1, 0, 3)
+        is_read = is_read and torch.equal(found.to(torch.float32), codes.to(torch.float32))
+    if not is_read:
+        raise ConfigError(
+            f"attention backend {type(getattr(attention, 'impl', None)).__name__}: it does not keep K and V in "
+            "the order that is supported; expected FLASH_ATTN or TRITON_ATTN (--attention-backend)"
+        )
 
 
 def _check_tensor(
@@ -73,7 +134,8 @@ def _check_tensor(
 ) -> None:
     expected = (*heads_and_tokens, group.key_dim + group.value_dim)
     dtype = torch.uint8 if geometry.dtype.startswith("float8") else getattr(torch, geometry.dtype)
-    if not tensor.is_contiguous() or tuple(tensor.shape[1:]) != expected or tensor.dtype != dtype:
+    is_laid_out = tensor.is_contiguous() or (tensor.device.type == "cuda" and tensor.stride(-1) == 1)
+    if not is_laid_out or tuple(tensor.shape[1:]) != expected or tensor.dtype != dtype:
         raise ConfigError(
             f"{group.name!r}: vLLM's cache of a layer is {tensor.dtype}, of shape {tuple(tensor.shape)}, strides "
             f"{tensor.stride()}; expected {dtype}, contiguous blocks of {expected}"

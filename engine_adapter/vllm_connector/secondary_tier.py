@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +33,7 @@ from engine_adapter.releases import VLLM
 from engine_adapter.tiers_below import TiersBelow
 from engine_adapter.vllm_connector.settings import make_tiers, read_settings
 from kvstore import Identity
-from kvstore.tier import CopyKey, ResultCode
+from kvstore.tier import CopyKey, Lookup, ResultCode
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext
@@ -43,6 +44,14 @@ if TYPE_CHECKING:
 
 _HASH_BYTES = 32  # of vLLM's sha256; its xxhash resists nobody
 _ASKED_MOST = 1 << 16
+
+
+@dataclass(slots=True)
+class _Looked:
+    """What a request has found here so far: name -> tier. is_told: the tiers know; vLLM asks again and again."""
+
+    found: dict[CopyKey, Tier] = field(default_factory=dict)
+    is_told: bool = False
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -92,18 +101,38 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if name is None:
             return LookupResult.MISS
         with self._below.lock:
-            if self._tier_with(name) is not None:
+            if (tier := self._tier_with(name)) is not None:
                 self._asked.pop(key, None)
+                if (looked := req_context.get_state(_Looked)) is not None:
+                    looked.found[name] = tier
                 return LookupResult.HIT
             is_asked = any(tier.pending_count([name]) for tier in self._below.tiers)
         since = self._asked.setdefault(key, time.monotonic()) if is_asked else 0.0
         if is_asked and time.monotonic() - since < self._deadline_seconds and len(self._asked) < _ASKED_MOST:
             return LookupResult.RETRY
         self._asked.pop(key, None)
+        self._tell(req_context, [name])
         return LookupResult.MISS
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        req_context.set_state(_Looked())
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._tell(req_context, [])
+
+    def _tell(self, req_context: ReqContext, missed: list[CopyKey]) -> None:
+        """Once a request: its first miss ends the lookup, or, where all was found, its end."""
+        looked = req_context.get_state(_Looked)
+        names = missed if looked is None else [*looked.found, *missed]
+        if looked is None or looked.is_told or not names:
+            return
+        looked.is_told, count = True, len(looked.found)
+        with self._below.lock:
+            for tier in self._below.tiers:
+                copies = {place: name for place, (name, one) in enumerate(looked.found.items()) if one is tier}
+                hashes = [name.hash for name in names]
+                tier.note_lookup(Lookup(names[0], hashes, copies, range(count, len(names)), 0))
 
     def _name(self, key: OffloadKey) -> CopyKey | None:
         block_hash = get_offload_block_hash(key)
@@ -139,7 +168,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                     self._open[job_metadata.job_id] += 1
                     items = [(name, self._chunks[chunk]) for *_, name, chunk in mine]
                     keys = [one[1] for one in mine]
-                    self._below.begin(partial(tier.submit_get, items), partial(self._end, job_metadata.job_id, keys))
+                    end = partial(self._end_load, job_metadata.job_id, keys, tier, mine[0][2])
+                    self._below.begin(partial(tier.submit_get, items), end)
             self._end(job_metadata.job_id, [], [])
 
     def _begin(self, job: TransferJob) -> list[tuple[OffloadKey, CopyKey, int]]:
@@ -148,6 +178,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._open[job.job_id], self._good[job.job_id], self._wanted[job.job_id] = 1, [], len(job.keys)
         named = ((key, self._name(key), int(chunk)) for key, chunk in zip(job.keys, job.chunk_ids, strict=True))
         return [(key, name, chunk) for key, name, chunk in named if name is not None]
+
+    def _end_load(
+        self, job_id: int, keys: Sequence[OffloadKey], tier: Tier, name: CopyKey, results: Sequence[ResultCode]
+    ) -> None:
+        self._end(job_id, keys, results)
+        pairs = zip(keys, results, strict=True)
+        tier.note_reuse(name, sum(code is ResultCode.OK and get_offload_group_idx(key) == 0 for key, code in pairs))
 
     def _end(self, job_id: int, keys: Sequence[OffloadKey], results: Sequence[ResultCode]) -> None:
         """One transfer of the job has ended; under the tiers' lock."""

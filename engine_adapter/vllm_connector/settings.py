@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from allocator import ConfigError
 from engine_adapter.model_source import weights_digest
-from kvstore.config import KVStoreConfig
+from kvstore.config import KVStoreConfig, size_bytes
 
 if TYPE_CHECKING:
     from allocator import KVGeometry
+    from engine_adapter.vllm_connector.copier import Copier
     from kvstore.tier import Tier
     from quant import BlockCodec
 
-OWN_KEYS = ("daemon", "model", "weights", "tenant", "block_tokens", "staging_bytes")
+OWN_KEYS = ("daemon", "model", "weights", "tenant", "block_tokens", "staging_bytes", "device_int4_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ConnectorSettings:
     """store: tiers and deadlines. daemon: its socket, "default" for the usual place, "" for none.
 
     model, weights: of the identity; "" finds them in the model's folder. tenant: salt of all requests.
+    device_int4_bytes: memory beside vLLM's own on its device, for encoded copies; 0: none.
     """
 
     store: KVStoreConfig
@@ -37,6 +39,7 @@ class ConnectorSettings:
     tenant: str | None = None
     block_tokens: int = 16
     staging_bytes: int = 256 << 20
+    device_int4_bytes: int = 0
 
 
 def read_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> ConnectorSettings:
@@ -50,6 +53,8 @@ def read_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Conne
         value = own.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}; expected an int >= 1")
+    if "device_int4_bytes" in own:
+        own["device_int4_bytes"] = size_bytes("device_int4_bytes", own["device_int4_bytes"])
     rest.setdefault("codec", "raw")  # answers stay what they are, unless somebody asks for smaller copies
     unknown = sorted(set(rest) - {one.name for one in fields(KVStoreConfig)})
     if unknown:
@@ -59,15 +64,21 @@ def read_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Conne
         )
     store = KVStoreConfig.from_mapping(rest, source="kv_connector_extra_config").with_environment(environ)
     settings = ConnectorSettings(store, **own)
+    if settings.device_int4_bytes and store.codec != "int4":
+        raise ConfigError(
+            f"device_int4_bytes: got {settings.device_int4_bytes} with codec {store.codec!r}; expected codec 'int4' "
+            "beside it: what is computed after a block of this tier is not what full precision gives"
+        )
     local = store.host_bytes or store.daemon_socket or store.disk_path or store.redis_url
     if "://" in settings.daemon:
         raise ConfigError(
             f"kv_connector_extra_config: daemon is {settings.daemon!r}; expected the path of its socket, or 'default'; "
             "a server's URL goes to redis_url"
         )
-    if not local and not settings.daemon:
+    if not local and not settings.daemon and not settings.device_int4_bytes:
         raise ConfigError(
-            "kv_connector_extra_config: no tier is named; expected host_bytes, disk_path, redis_url or daemon"
+            "kv_connector_extra_config: no tier is named; expected host_bytes, disk_path, redis_url, daemon or "
+            "device_int4_bytes"
         )
     if local and settings.daemon:
         raise ConfigError(
@@ -115,7 +126,7 @@ def make_codec(settings: ConnectorSettings, geometry: KVGeometry, ranks: int = 1
 def make_tiers(
     settings: ConnectorSettings, geometry: KVGeometry, codec: BlockCodec | None = None, ranks: int = 1
 ) -> tuple[Tier, ...]:
-    """The tiers that the settings name, fast to slow."""
+    """The tiers below the device that the settings name, fast to slow."""
     from kvstore.frame.specs import geometry_specs
 
     config = settings.store
@@ -134,11 +145,40 @@ def make_tiers(
         raise ConfigError(
             f"disk_path: got {config.disk_path!r} for {ranks} ranks; expected daemon, since a directory has one owner"
         )
+    layout = ExtentLayout(1 << 40, *_copy_bytes(geometry, codec, ranks))
+    return own_tiers(geometry, config, layout, lambda cause: None)
+
+
+def make_device_tier(
+    settings: ConnectorSettings, geometry: KVGeometry, codec: BlockCodec | None, ranks: int, copier: Copier
+) -> tuple[Tier, ...]:
+    """The tier beside vLLM's own memory, where the settings ask for one: before all others."""
+    if not settings.device_int4_bytes:
+        return ()
+    from engine_adapter.vllm_connector.device_tier import DeviceTier, host_limit_bytes
+    from kvstore.executor import ThreadExecutor
+
+    full, cold = _copy_bytes(geometry, codec, ranks)
+    if settings.device_int4_bytes < (largest := max(full)):
+        raise ConfigError(
+            f"device_int4_bytes: got {settings.device_int4_bytes}; expected at least the {largest} bytes of one block "
+            "of this model, and room for many"
+        )
+    if copier.is_immediate and settings.device_int4_bytes > (there_bytes := host_limit_bytes()):
+        raise ConfigError(
+            f"device_int4_bytes: got {settings.device_int4_bytes}; expected less than the {there_bytes} bytes of "
+            "memory that this process may have: on a CPU the tier lies there, and all of it is touched"
+        )
+    executor, prefault = ThreadExecutor("kvstore-vllm-device"), settings.store.host_prefault
+    slots = [*full, *cold]
+    return (DeviceTier(settings.device_int4_bytes, executor, copier, slot_bytes=slots, prefault=prefault),)
+
+
+def _copy_bytes(geometry: KVGeometry, codec: BlockCodec | None, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of a rank's raw and encoded copies, one a cache group; without a codec no encoded ones."""
     from kvstore.device_blocks import cold_slot_bytes
 
     parts = [min(ranks, group.kv_heads) for group in geometry.groups]
-    sizes = tuple(geometry.full_slot_bytes(group) // part for group, part in enumerate(parts))
+    full = tuple(geometry.full_slot_bytes(group) // part for group, part in enumerate(parts))
     cold = cold_slot_bytes(geometry, codec) if codec is not None else ()
-    cold = tuple(size // part for size, part in zip(cold, parts, strict=False))
-    layout = ExtentLayout(1 << 40, sizes, cold)
-    return own_tiers(geometry, config, layout, lambda cause: None)
+    return full, tuple(size // part for size, part in zip(cold, parts, strict=False))

@@ -2,7 +2,7 @@
 
 A key names the heads [start, stop) of the whole model that its payload has. A rank stores its own heads; it reads them
 from copies of its own range, of a larger one, or of smaller ones that make it up, so that engines of other sizes meet.
-Ranks that have the same heads store them once. Called under the shelf's lock.
+Ranks that have the same heads store them once where they share a tier. Called under the shelf's lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPLITS = (1, 2, 4, 8)  # the whole, halves, quarters, eighths
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a cache group's heads. is_stored: this rank is the one of its like that stores it."""
+    """A rank's part of a cache group's heads. is_stored: this rank is the one of its like that stores it for all."""
 
     heads: Heads
     is_stored: bool

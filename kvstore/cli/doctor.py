@@ -55,8 +55,7 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
     Exit code 1 when something is wrong (a stale build, a failed self-test, a tier that does not work, a setting that
     cannot be met, measurements that carry no verdict), 0 when all that is there works; what is absent is listed.
     """
-    if json_file is not None and (problem := json_target.cannot_write(json_file)):
-        raise typer.BadParameter(problem, param_hint="--json")
+    _check_targets(json_file, config, tiers)
     report: Report = {}
     printers: list[Callable[[], None]] = []
     wrong = False
@@ -88,7 +87,7 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
         try:
             report["tiers"] = doctor_tiers.tiers_report(config)
         except ConfigError as error:
-            raise typer.BadParameter(str(error), param_hint="--config") from error
+            raise typer.BadParameter(str(error)) from error  # which may be of the environment
         printers.append(lambda: doctor_tiers.print_tiers(report["tiers"]))
     if kernels or not report:
         report["kernels"] = kernel_report(measure=measure)
@@ -100,6 +99,13 @@ def doctor(  # noqa: PLR0913 - the signature is the command line
             show()
     wrong = wrong or any(part.get("problems") for part in report.values())
     raise typer.Exit(1 if wrong else 0)
+
+
+def _check_targets(json_file: str | None, config: Path | None, tiers: bool) -> None:
+    if json_file is not None and (problem := json_target.cannot_write(json_file)):
+        raise typer.BadParameter(problem, param_hint="--json")
+    if config is not None and not tiers:
+        raise typer.BadParameter("goes with --tiers only, which is not given", param_hint="--config")
 
 
 def _token(path: Path | None) -> str | None:

@@ -50,15 +50,16 @@ def counts(name: str, text: str) -> tuple[int, ...]:
 def print_speed(report: Report) -> None:
     """Both phases, the shares and the verdict."""
     typer.echo(f"endpoint  {report['url']}, model {report['model']}; {report['requests']} requests")
-    _print_phase("TTFT", report["ttft"], 1e3, "ms", "us a token", 1e6)
-    _print_phase("ITL", report["itl"], 1e3, "ms", "ns a token of context", 1e9)
+    _print_phase("TTFT", report["ttft"], "a token")
+    _print_phase("ITL", report["itl"], "a token of context")
     if report["repeated_prompt_share"] is not None:
         typer.echo(f"cache     the longest prompt again: {report['repeated_prompt_share']:.0%} of its first TTFT")
     for one in report["shares"]:
         typer.echo(
             f"{one['requests_at_once']:>3} at once  queue {one['queue_seconds']:.3f} s, prompt "
             f"{one['prompt_seconds']:.3f} s, decode {one['decode_seconds']:.3f} s, a step "
-            f"{one['step_seconds'] * 1e3:.2f} ms; {one['answers_at_once']} answers at the same time"
+            f"{one['step_seconds'] * 1e3:.2f} ms; {one['answers_at_once']} "
+            f"answer{'' if one['answers_at_once'] == 1 else 's'} at the same time"
         )
     verdict = report["verdict"]
     typer.echo()
@@ -69,16 +70,24 @@ def print_speed(report: Report) -> None:
         typer.echo(f"helps     {line}")
 
 
-def _print_phase(name: str, phase: Report, factor: float, unit: str, slope_unit: str, slope_factor: float) -> None:
+def _short(seconds: float) -> str:
+    """0.00177 -> "1.77 ms"."""
+    unit, factor = next(
+        (pair for pair in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if seconds * pair[1] >= 1), ("ns", 1e9)
+    )
+    return f"{seconds * factor:.3g} {unit}"
+
+
+def _print_phase(name: str, phase: Report, growth: str) -> None:
     shown: Sequence[str] = [
-        f"{one['seconds'] * factor:.2f} {unit} at {one['tokens']:,.0f} (median {one['spread']:.0%} above)"
+        f"{one['seconds'] * 1e3:.2f} ms at {one['tokens']:,.0f} tokens (median {one['spread']:.0%} above)"
         for one in phase["points"]
     ]
     typer.echo(f"{name:<9} {', '.join(shown) or 'not measured'}")
     if (line := phase["fit"]) is not None:
         typer.echo(
-            f"          = {line['fixed_seconds'] * factor:.2f} {unit} + {line['token_seconds'] * slope_factor:.3g} "
-            f"{slope_unit} (explains {line['quality']:.0%})"
+            f"          = {line['fixed_seconds'] * 1e3:.2f} ms + {_short(line['token_seconds'])} {growth} "
+            f"(explains {line['quality']:.0%})"
         )
 
 

@@ -35,6 +35,9 @@ class _Round(NamedTuple):
 _BLOCKS = 32
 _LAYERS, _KV_HEADS, _HEAD_DIM = 32, 8, 128  # a block of an 8B model: 2 MiB
 _WAIT_SECONDS = 20.0
+_NONE = "no tier below the device is configured (host_bytes, disk_path, redis_url), so none was looked at"
+_SEND_BUFFER = Path("/proc/sys/net/core/wmem_default")
+_SEND_BUFFER_BYTES = 4 << 20
 
 
 def tiers_report(config_path: Path | None) -> Report:
@@ -43,14 +46,15 @@ def tiers_report(config_path: Path | None) -> Report:
 
     config = KVStoreConfig.load(config_path)
     rows = [_check(name, config) for name in _named(config)]
-    return {"tiers": rows, "problems": [f"tier {row['name']}: {row['state']}" for row in rows if not row["healthy"]]}
+    problems = [f"tier {row['name']}: {row['state']}" for row in rows if not row["healthy"]]
+    return {"tiers": rows, "problems": problems if rows else [_NONE]}
 
 
 def print_tiers(report: Report) -> None:
     if not report["tiers"]:
-        typer.echo("no tier below the device is configured (host_bytes, disk_path, redis_url)")
+        typer.echo(_NONE)
     for row in report["tiers"]:
-        typer.echo(f"tier {row['name']:<8} {row['state']}")
+        typer.echo(f"tier {row['name']:<8} {row['state']}{' at ' + row['place'] if row['place'] else ''}")
         if row["healthy"]:
             typer.echo(
                 f"{'':<14}{row['used_bytes'] / 2**20:,.0f} of {row['capacity_bytes'] / 2**20:,.0f} MiB used; "
@@ -58,6 +62,8 @@ def print_tiers(report: Report) -> None:
                 f"{row['put_bytes_per_second'] / 1e9:.2f} GB/s, read {row['get_bytes_per_second'] / 1e9:.2f} GB/s, "
                 f"one block {row['get_latency_seconds'] * 1e3:.2f} ms"
             )
+        if "advice" in row:
+            typer.echo(f"{'':<14}{row['advice']}")
 
 
 def _named(config: KVStoreConfig) -> list[str]:
@@ -65,18 +71,41 @@ def _named(config: KVStoreConfig) -> list[str]:
     return [name for name, setting in asked if setting]
 
 
+def _place(name: str, config: KVStoreConfig) -> str:
+    """The directory, or the server's address without credentials."""
+    if name == "remote":
+        from kvstore.redis_tier.url import redacted
+
+        return redacted(config.redis_url)
+    return config.disk_path if name == "disk" else ""
+
+
 def _check(name: str, config: KVStoreConfig) -> Report:
-    row: Report = {"name": name, "healthy": False}
+    row: Report = {"name": name, "healthy": False, "place": _place(name, config)}
     try:
         tier = _open(name, config)
     except (KVError, OSError) as error:
         return row | {"state": f"cannot be opened: {error}"}
     try:
-        return row | _measure(tier)
+        return row | _measure(tier) | (_send_buffer_advice(config.redis_url) if name == "remote" else {})
     except (KVError, OSError) as error:
         return row | {"state": f"failed: {error}"}
     finally:
         tier.close()
+
+
+def _send_buffer_advice(url: str) -> Report:
+    """On a Unix socket a server sends as much at a time as the system's default lets it; {} where that is enough."""
+    try:
+        default_bytes = int(_SEND_BUFFER.read_text(encoding="ascii")) if url.startswith("unix:") else _SEND_BUFFER_BYTES
+    except (OSError, ValueError):
+        return {}
+    if default_bytes >= _SEND_BUFFER_BYTES:
+        return {}
+    return {
+        "advice": f"faster with net.core.wmem_default={_SEND_BUFFER_BYTES} (now {default_bytes}) set before the server "
+        "starts: it sends a block in pieces of that size"
+    }
 
 
 def _geometry() -> KVGeometry:

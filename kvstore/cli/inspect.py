@@ -6,6 +6,7 @@ to standard error, the table to standard output.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
     """
     from kvstore.cli import inspect_report  # what checks frames is loaded only here: other commands stay quick
     from kvstore.inspection import Selection
+    from quant.codec import codec_names
 
     if json_file is not None and (problem := json_target.cannot_write(json_file)):
         raise typer.BadParameter(problem, param_hint="--json")
@@ -55,6 +57,12 @@ def inspect(  # noqa: PLR0913 - one argument an option
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="environment") from None
     place = target or _only_place(settings)
+    if root and not re.fullmatch("[0-9a-fA-F]{1,64}", root):
+        raise typer.BadParameter(f"root: got {root!r:.80}; expected up to 64 hex digits", param_hint="--root")
+    if codec and codec not in codec_names():
+        raise typer.BadParameter(
+            f"codec: got {codec!r:.80}; expected one of {', '.join(codec_names())}", param_hint="--codec"
+        )
     selection = Selection(root.lower(), codec, {word: said for word, said in _words(model, tenant) if said})
     action = _action(delete, delete_corrupt, verify, selection)
     if selection.words and "://" not in place:

@@ -23,7 +23,7 @@ from kvstore.planning.plan_page import TABLES, bytes_text, plan_page
 from kvstore.planning.record_sizes import CODECS
 from kvstore.planning.report import Cards, Document, TierSize, plan_document
 from kvstore.planning.traffic import Traffic
-from kvstore.simulation import read
+from kvstore.simulation import POLICIES, read
 
 _WIDTH = 140
 
@@ -74,7 +74,9 @@ def plan(  # noqa: PLR0913 - the signature is the command line
         if gpus is not None:
             _count("gpus", gpus, most=1 << 16)
         weights = 2 * shape.parameters if weights_bytes is None else size_bytes("weights-bytes", weights_bytes)
-        tiers = [_tier(text) for text in tier or ()]
+        tiers = _tiers(tier or ())
+        if policy not in POLICIES:
+            raise ConfigError(f"policy: got {policy!r}; expected one of {', '.join(POLICIES)}")
         codecs = _codecs(codec)
         replayed = None if trace is None else read(trace)
         settings_count = len(codecs) * (1 + len(tiers))
@@ -111,11 +113,24 @@ def _card(gpu: str, memory: str | None, bandwidth: str | None, flops: float | No
     card = Card(
         known.memory_bytes if memory is None and known else size_bytes("gpu-memory", memory),
         known.bytes_per_second if bandwidth is None and known else size_bytes("gpu-bandwidth", bandwidth),
-        known.flops_per_second if flops is None and known else flops or 0.0,
+        known.flops_per_second if flops is None and known else 0.0 if flops is None else flops,
     )
-    if not (card.memory_bytes > 0 and card.bytes_per_second > 0 and 0 < card.flops_per_second < float("inf")):
-        raise ConfigError(f"gpu: got {card}; expected memory, bandwidth and flops above 0")
+    for name, given_text, value in (
+        ("gpu-memory", memory, card.memory_bytes),
+        ("gpu-bandwidth", bandwidth, card.bytes_per_second),
+        ("gpu-flops", flops, card.flops_per_second),
+    ):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{name}: got {given_text!r}; expected a number above 0")
     return card
+
+
+def _tiers(texts: list[str] | tuple[str, ...]) -> list[TierSize]:
+    tiers = [_tier(text) for text in texts]
+    names = [one.name for one in tiers]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"tier: got {', '.join(texts)}; expected each name once")
+    return tiers
 
 
 def _tier(text: str) -> TierSize:
@@ -125,10 +140,14 @@ def _tier(text: str) -> TierSize:
     speed = None if found[3] is None else float(size_bytes(f"bandwidth of tier {found[1]}", found[3]))
     if speed == 0:
         raise ConfigError(f"tier: got {text!r}; expected a bandwidth above 0")
-    return TierSize(found[1], size_bytes(f"size of tier {found[1]}", found[2]), speed)
+    size = size_bytes(f"size of tier {found[1]}", found[2])
+    if size == 0:
+        raise ConfigError(f"tier: got {text!r}; expected a size above 0")
+    return TierSize(found[1], size, speed)
 
 
 def _print(document: Document) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -147,9 +166,18 @@ def _print(document: Document) -> None:
     for title, key, columns in TABLES:
         if not document[key]:
             continue
-        table = Table(title=title, title_justify="left")
+        table = Table(
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, int(console.width >= _WIDTH)),
+        )
         for number, (name, _) in enumerate(columns):
-            table.add_column(name, justify="left" if number == 0 or name in ("against", "unit", "codec") else "right")
+            is_text = number == 0 or name in ("against", "unit", "codec")
+            table.add_column(  # on a narrow terminal words are folded, nothing is cut off, and counts stay whole
+                name, justify="left" if is_text else "right", overflow="fold", no_wrap=name in ("base", "with it")
+            )
         for row in document[key]:
             table.add_row(*(cell(row) for _, cell in columns))
         console.print(table)

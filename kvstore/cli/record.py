@@ -1,7 +1,9 @@
 """`kvstore record`: run a command whose engine then writes a privacy-safe trace of its requests.
 
 The format is docs/formats/trace.md.
-The engine of this library looks for the recorder's variables when it is made; nothing else of the command changes.
+An engine of this library, and the daemon, look for the recorder's variables when they are made; nothing else of the
+command changes.
+SIGTERM, SIGHUP and SIGINT go on to the command, which is waited for, and killed where it does not end.
 Exit code: the command's own; 1 when it wrote no trace; 2 for bad usage.
 """
 
@@ -9,15 +11,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
 
 from allocator.errors import ConfigError
 from kvstore.cli import json_target
 from kvstore.trace_recorder import FILE_VARIABLE, SALT_VARIABLE, read_salt
+
+_ENDING_SECONDS = 30.0
+"""What the command has to end, once it was asked."""
 
 
 def record(
@@ -43,18 +53,10 @@ def record(
         except ConfigError as error:
             raise typer.BadParameter(str(error), param_hint="--salt-file") from error
         environment[SALT_VARIABLE] = str(salt_file.absolute())
-    try:
-        process = subprocess.Popen(command, env=environment)
-    except OSError as error:
-        raise typer.BadParameter(f"{command[0]}: {error.strerror}", param_hint="COMMAND") from error
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:  # the command got it too and ends in its own time
-            continue
+    code = _run(command, environment)
     if not out.exists():
-        typer.echo(f"kvstore record: {command[0]} made no engine that records; there is no {out}", err=True)
+        why = "made no engine that records, or served no request"
+        typer.echo(f"kvstore record: {command[0]} {why}; there is no {out}", err=True)
         raise typer.Exit(code or 1)
     summary = summarize(out)
     if json_file is not None:
@@ -64,7 +66,87 @@ def record(
         f"{summary['distinct_blocks']} distinct; {out}",
         err=True,
     )
-    raise typer.Exit(code if code >= 0 else 128 - code)
+    raise typer.Exit(code)
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run it to its end; its exit code as a shell gives it."""
+    with _Signals() as signals:
+        try:
+            process = subprocess.Popen(command, env=environment)
+        except OSError as error:
+            raise typer.BadParameter(f"{command[0]}: {error.strerror}", param_hint="COMMAND") from error
+        signals.go_to(process)
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+class _Signals:
+    """While it is entered, what asks this process to end asks the command. Of the main thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._killer: threading.Timer | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup; the command inherits that
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._killer is not None:
+            self._killer.cancel()
+
+    def go_to(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        for number in self._early:
+            self._on_signal(number, None)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._process is None:
+            self._early.append(number)
+            return
+        if number == signal.SIGINT and not self._leads_group() and _is_typed():
+            return  # the command got it too, and ends in its own time or not at all
+        self._send(number)
+        if self._killer is None:
+            self._killer = threading.Timer(_ENDING_SECONDS, self._send, (signal.SIGKILL,))
+            self._killer.daemon = True
+            self._killer.start()
+
+    def _leads_group(self) -> bool:
+        assert self._process is not None
+        try:
+            return os.getpgid(self._process.pid) == self._process.pid
+        except ProcessLookupError:
+            return False
+
+    def _send(self, number: int) -> None:
+        """To the process, and to its group where it made one. It is not reaped yet, so its number is its own."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                if self._leads_group():
+                    os.killpg(self._process.pid, number)
+                else:
+                    os.kill(self._process.pid, number)
+
+
+def _is_typed() -> bool:
+    """Whether Ctrl-C at the terminal reaches this process, and so everybody in its group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    finally:
+        os.close(terminal)
 
 
 def summarize(path: Path) -> dict[str, int]:

@@ -20,6 +20,8 @@ from allocator.errors import ConfigError, KVError
 from kvstore import daemon as service  # its names load when they are used
 from kvstore.cli import json_target
 from kvstore.daemon.notify import NotifySocket, received
+from kvstore.daemon.preflight import closed_directory, memory_problems, problems
+from kvstore.daemon.settings import other_tables
 
 _LONGEST_HOLD_SECONDS = 0.00002  # of Python's lock: a request must not wait for another one's 5 ms
 _PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS = 29, 1000  # who waits for that lock wakes 50 us late by default
@@ -52,7 +54,7 @@ def serve(  # noqa: PLR0913 - the options of a command
             "--keeper", help="Run it under a process that starts it again when it ends, with the same shared memory."
         ),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Validate the settings, start nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Try the settings on this machine, start nothing.")] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the settings in force; - is standard output.")
     ] = None,
@@ -81,13 +83,32 @@ def serve(  # noqa: PLR0913 - the options of a command
         raise typer.Exit(2) from None
     if json_file is not None:
         json_target.write(json_file, settings.to_mapping())
+    for warning in [] if keeper else _warnings(settings, config, check=check):
+        print(f"kvstore serve: {warning}", file=sys.stderr)
     if check:
-        if json_file != "-":
+        found = problems(settings)
+        for problem in found:
+            print(f"kvstore serve: {problem}", file=sys.stderr)
+        if json_file != "-" and not found:
             print(f"kvstore serve: settings are good; socket {settings.socket_path}")
-        raise typer.Exit(0)
+        raise typer.Exit(2 if found else 0)
     if keeper:
         raise typer.Exit(_keep(settings, config, flags))
     raise typer.Exit(_run(settings, config, flags))
+
+
+def _warnings(settings: service.DaemonSettings, config: Path | None, *, check: bool) -> list[str]:
+    """What is probably meant otherwise."""
+    others = other_tables(config) if check else []
+    found = [f"{config}: [{name}] is not read; expected [kvstore] and [daemon]" for name in others]
+    found += closed_directory(settings)
+    asked = os.environ.get("KVSTORE_DAEMON_SOCKET", settings.socket_path)
+    if asked != settings.socket_path:
+        found.append(
+            f"KVSTORE_DAEMON_SOCKET={asked} is where clients connect; this daemon listens on {settings.socket_path} "
+            "(KVSTORE_DAEMON_SOCKET_PATH, --socket)"
+        )
+    return found if check else [*found, *memory_problems(settings)]
 
 
 def _keep(settings: service.DaemonSettings, config: Path | None, flags: dict[str, Any]) -> int:
@@ -121,7 +142,7 @@ def _short_pauses() -> None:
 
 
 def _all_descriptors() -> None:
-    """As many as this process may have. Two a client and three a segment are soon more than the usual 1,024, which is
+    """As many as this process may have. Two a client and two a segment are soon more than the usual 1,024, which is
     for select(): nothing here uses it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

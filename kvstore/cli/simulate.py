@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ _TIER_COLUMNS = (
     "policy", "blocks", "codec", "hosts", "tier", "GB", "hits", "written GB", "read GB", "evictions", "saved h",
     "cost $",
 )  # fmt: skip
+_KEY_COLUMNS = 5  # of both tables: what a row is about
 _TIER_SIZE = re.compile(r"(host|remote)=([0-9]+)(?:@(.+))?")
 
 _Trace = Annotated[Path | None, typer.Option(help="Requests to replay.", metavar="FILE")]
@@ -107,6 +109,10 @@ def simulate(  # noqa: PLR0913 - the options of a command
         if target is not None and (problem := json_target.cannot_write(target)):
             raise typer.BadParameter(problem, param_hint=name)
     try:
+        if jobs is not None and jobs < 1:
+            raise ConfigError(f"jobs: got {jobs}; expected 1 or more")
+        if form is not None and trace is None:
+            raise ConfigError(f"format: got {form!r} without --trace; a workload has none")
         below, speeds = _tiers(tiers)
         costs = Costs(
             bytes_per_token=bytes_per_token,
@@ -115,7 +121,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
             **speeds,
             **_prices(tier_dollars),
         )
-        capacities, policies = _capacities(capacity_percent, capacity_blocks), _words(policy)
+        capacities, policies = _capacities(capacity_percent, capacity_blocks), _some("--policy", policy)
         if html is not None and BOUND not in policies and hosts == "1" and not any(below.values()):
             policies.append(BOUND)
         fixed = {
@@ -127,8 +133,8 @@ def simulate(  # noqa: PLR0913 - the options of a command
             "costs": costs,
             **below,
         }
-        swept = (_words(codec), _numbers("--hosts", hosts, int), _words(routing), policies, capacities)
-        settings = _settings(fixed, *swept)
+        codecs, routings = _some("--codec", codec), _some("--routing", routing)
+        settings = _settings(fixed, codecs, _numbers("--hosts", hosts, int), routings, policies, capacities)
         replayed = _trace(trace, form, workload, requests, seed, block_tokens)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
@@ -183,10 +189,29 @@ def _print(trace: Trace, rows: Sequence[Row], cells: Sequence[Sequence[str]]) ->
     for columns, lines in [(_COLUMNS, cells), *_tier_tables(rows)]:
         table = [columns, *lines]
         widths = [max(len(row[column]) for row in table) for column in range(len(columns))]
-        if columns is not _COLUMNS:
-            typer.echo()
-        for row in table:
-            typer.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for number, shown in enumerate(_folded(table, widths, room)):
+            if number or columns is not _COLUMNS:
+                typer.echo()
+            for row in table:
+                typer.echo("  ".join(row[column].rjust(widths[column]) for column in shown).rstrip())
+
+
+def _folded(table: Sequence[Sequence[str]], widths: Sequence[int], room: int | None) -> list[list[int]]:
+    """Which columns stand side by side: all of them, or as many as a terminal has room for, each part with those
+    that tell its rows apart."""
+    every = list(range(len(widths)))
+    if room is None or sum(widths) + 2 * len(widths) - 2 <= room:
+        return [every]
+    keys = [at for at in every[:_KEY_COLUMNS] if at == 0 or len({row[at] for row in table[1:]}) > 1]
+    parts = [list(keys)]
+    for at in every:
+        if at in keys:
+            continue
+        if sum(widths[one] + 2 for one in parts[-1]) + widths[at] > room and len(parts[-1]) > len(keys):
+            parts.append(list(keys))
+        parts[-1].append(at)
+    return parts
 
 
 def _tier_tables(rows: Sequence[Row]) -> list[tuple[Sequence[str], list[list[str]]]]:
@@ -256,7 +281,8 @@ def _capacities(percent: str | None, blocks: str | None) -> list[dict[str, Any]]
         raise ConfigError("expected --capacity-percent or --capacity-blocks, not both")
     if blocks is not None:
         return [{"capacity_blocks": one} for one in _numbers("--capacity-blocks", blocks, int)]
-    return [{"capacity_percent": one} for one in _numbers("--capacity-percent", percent or "1,2,5,10,25,50", float)]
+    percents = "1,2,5,10,25,50" if percent is None else percent
+    return [{"capacity_percent": one} for one in _numbers("--capacity-percent", percents, float)]
 
 
 def _tiers(text: str | None) -> tuple[dict[str, int], dict[str, Any]]:
@@ -267,7 +293,7 @@ def _tiers(text: str | None) -> tuple[dict[str, int], dict[str, Any]]:
         parts = _TIER_SIZE.fullmatch(word)
         if parts is None:
             raise ConfigError(f"--tiers: got {word!r}; expected host=BLOCKS or host=BLOCKS@20GB, or remote=...")
-        found[f"{parts[1]}_blocks"] = int(parts[2])
+        (found[f"{parts[1]}_blocks"],) = _numbers("--tiers", parts[2], int)
         if parts[3] is not None:
             speeds[f"{parts[1]}_bytes_per_second"] = float(size_bytes(f"bandwidth of tier {parts[1]}", parts[3]))
     return found, speeds
@@ -287,13 +313,19 @@ def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
+def _some(name: str, text: str) -> list[str]:
+    if not (found := _words(text)):
+        raise ConfigError(f"{name}: got {text!r}; expected a name, or several with commas between them")
+    return found
+
+
 def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
     try:
         found = [kind(word) for word in _words(text)]
     except ValueError:
         found = []
     if not found:
-        raise ConfigError(f"{name}: got {text!r}; expected numbers with commas between them")
+        raise ConfigError(f"{name}: got {text!r:.80}; expected numbers with commas between them")
     return found
 
 

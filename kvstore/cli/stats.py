@@ -62,6 +62,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     for name, tier in found["tiers"].items():
         limit = f" of {size_text(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
         shown.append(f"{name:<9} {tier['state']}, {size_text(tier['used_bytes'])}{limit}")
+    for pin in found["pins"]:
+        where = f"{pin['domain']}, " if pin["domain"] else ""
+        shown.append(
+            f"pin       {pin['name']}: {where}root {pin['root']}, block {pin['block']}, "
+            f"{pin['copies']} copies, {size_text(pin['pinned_bytes'])}, {pin['seconds_left']:.0f} s left"
+        )
     return shown
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
@@ -24,6 +24,7 @@ from kvstore.daemon.http_history import sample
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SHOWN = 12
+_WIDE, _NARROW = 100, 72  # columns of the terminal
 _KEPT = 60
 
 
@@ -71,11 +72,48 @@ def _next_picture(daemon: DaemonHttp, samples: list[dict[str, Any]]) -> Renderab
     return drawn(stats, samples)
 
 
+class _Picture:
+    """As wide and high as the terminal is when it is drawn: columns that do not fit are left out, rows counted."""
+
+    def __init__(self, stats: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        self._stats, self._samples = stats, samples
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        stats, width = self._stats, options.max_width
+        height = console.height if console.is_alt_screen else None
+        head = _head(stats, self._samples)
+        fixed = len(console.render_lines(head, options.update(height=None))) + len(stats["tiers"]) + 3
+        tables = [_pins(stats, width), _tenants(stats), _prefixes(stats, width)]
+        tables = [table for table in tables if table.rows]
+        room = None if height is None else height - fixed - len(tables)  # a line of heads each
+        shown = _shares([len(table.rows) for table in tables], room)
+        gaps = room is None or room - sum(shown) >= len(tables) + 1
+        yield head
+        yield _tiers(stats, width)
+        if gaps:
+            yield ""
+        yield _classes(stats)
+        yield _misses(stats)
+        for table, count in zip(tables, shown, strict=True):
+            if gaps:
+                yield ""
+            yield table.drawn(count)
+
+
 def drawn(stats: dict[str, Any], samples: list[dict[str, Any]]) -> RenderableType:
     """One picture. samples: oldest first, the newest at the end."""
-    return Group(
-        _head(stats, samples), _tiers(stats), _classes(stats), _misses(stats), _tenants(stats), _prefixes(stats)
-    )
+    return _Picture(stats, samples)
+
+
+def _shares(wanted: list[int], room: int | None) -> list[int]:
+    """Rows for each table: at most as many as it has and _SHOWN, and together no more than there are, alike."""
+    shares = [0] * len(wanted)
+    left = sum(wanted) if room is None else max(0, room)
+    while left > 0 and (open_ := [at for at, most in enumerate(wanted) if shares[at] < min(most, _SHOWN)]):
+        for at in open_[:left]:
+            shares[at] += 1
+        left -= len(open_)
+    return shares
 
 
 def _head(stats: dict[str, Any], samples: list[dict[str, Any]]) -> RenderableType:
@@ -86,11 +124,13 @@ def _head(stats: dict[str, Any], samples: list[dict[str, Any]]) -> RenderableTyp
         if (asked := new["asked_blocks"] - old["asked_blocks"]) >= 0
     ]
     state = "[bold green]ready[/]" if stats["ready"] else "[bold red]not ready[/]"
-    corrupt = sum(count for cause, count in stats["counts"].items() if cause.startswith("corrupt_"))
+    every = [stats["counts"], *(one.get("counts", {}) for one in stats["tiers"].values())]
+    corrupt = sum(count for some in every for cause, count in some.items() if cause.startswith("corrupt_"))
+    ratio = _ratio(sum(lookups["hit_blocks"].values()), lookups["asked_blocks"])
+    hits = f"hits [bold]{ratio}[/] since start" if lookups["asked_blocks"] else "no lookups yet"
     lines = [
         f"{state}  process {stats['pid']}  up {stats['uptime_seconds']:.0f} s  {stats['connections']} clients",
-        f"hits [bold]{_ratio(sum(lookups['hit_blocks'].values()), lookups['asked_blocks'])}[/] since start  "
-        f"[cyan]{_spark(ratios, 100)}[/]  {_rate(samples, lambda one: one['lookups']):.0f} lookups/s",
+        f"{hits}  [cyan]{_spark(ratios, 100)}[/]  {_rate(samples, lambda one: one['lookups']):.0f} lookups/s",
         f"read {size_text(_rate(samples, lambda one: one['moved_bytes']['read']))}/s  "
         f"stored {size_text(_rate(samples, lambda one: one['moved_bytes']['stored']))}/s  "
         f"TTFT saved {lookups['saved_prefill_seconds']:.1f} s ({lookups['reused_tokens']} tokens)",
@@ -102,64 +142,98 @@ def _head(stats: dict[str, Any], samples: list[dict[str, Any]]) -> RenderableTyp
     return Panel(Text.from_markup("\n".join(lines)), title="kvstore", title_align="left")
 
 
-def _tiers(stats: dict[str, Any]) -> Table:
-    table = _table("tier", "health", "used", "budget", "", "queued down/up", "moved down/up", "dropped")
+class _Rows:
+    """A table. Its first column is for names: it gives way when all are too wide, the others are never cut."""
+
+    def __init__(self, *heads: str) -> None:
+        self.heads = heads
+        self.rows: list[tuple[RenderableType, ...]] = []
+
+    def add(self, name: str, *cells: RenderableType) -> None:
+        self.rows.append((Text(name, no_wrap=True, overflow="ellipsis"), *cells))
+
+    def drawn(self, count: int) -> Table:
+        """The first rows; how many more there are is said at the head."""
+        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
+        more = len(self.rows) - count
+        for at, head in enumerate(self.heads):
+            told = f"{head} +{more}" if more and not at else head
+            table.add_column(Text(told, no_wrap=True), no_wrap=at > 0, justify="right" if at else "left")
+        for row in self.rows[:count]:
+            table.add_row(*row)
+        return table
+
+
+def _tiers(stats: dict[str, Any], width: int) -> Table:
+    has_bars, has_moved = width >= _WIDE, width >= _NARROW
+    heads = ["tier", "health", "used", "budget", *([""] if has_bars else []), "queued ↓/↑"]
+    rows = _Rows(*heads, *(["moved ↓/↑"] if has_moved else []), "dropped")
     for name, one in stats["tiers"].items():
         counts, queues, limit = one.get("counts", {}), one.get("queues", {}), one["capacity_bytes"]
-        ok = one["state"] == "ok"
-        table.add_row(
-            escape(name),
-            "[green]up[/]" if ok else f"[bold red]{escape(one['state'])}[/]",
+        full = min(limit, one["used_bytes"])
+        bar = ProgressBar(total=limit, completed=full, width=16) if limit else ""
+        moved = [size_text(counts.get(f"{kind}_bytes", 0)) for kind in ("spilled", "fetched")]
+        rows.add(
+            name,
+            "[green]up[/]" if one["state"] == "ok" else f"[bold red]{escape(one['state'])}[/]",
             size_text(one["used_bytes"]),
             size_text(limit) if limit else "-",
-            ProgressBar(total=limit, completed=min(limit, one["used_bytes"]), width=16) if limit else "",
+            *([bar] if has_bars else []),
             f"{queues['spill']}/{queues['fetch']}" if queues else "-",
-            f"{size_text(counts.get('spilled_bytes', 0))}/{size_text(counts.get('fetched_bytes', 0))}"
-            if queues
-            else "-",
+            *(["/".join(moved) if queues else "-"] if has_moved else []),
             str(counts.get("spills_dropped", 0)) if queues else "-",
         )
-    return table
+    return rows.drawn(len(rows.rows))
 
 
 def _classes(stats: dict[str, Any]) -> Text:
     sizes = sample(stats)["codec_bytes"]
-    return Text(" by class   " + ("  ".join(f"{name} {size_text(size)}" for name, size in sizes.items()) or "none"))
+    return _line("by class", [f"{name} {size_text(size)}" for name, size in sizes.items()])
 
 
 def _misses(stats: dict[str, Any]) -> Text:
     causes = sorted(stats["lookups"]["missed_blocks"].items(), key=lambda pair: -pair[1])
-    return Text(" misses     " + ("  ".join(f"{cause} {blocks}" for cause, blocks in causes) or "none"))
+    return _line("misses", [f"{cause} {blocks}" for cause, blocks in causes])
 
 
-def _tenants(stats: dict[str, Any]) -> Table:
-    table = _table("tenant", "used", "quota", "hits", "refused")
-    for name, one in sorted(stats["tenants"].items(), key=lambda pair: -pair[1]["used_bytes"])[:_SHOWN]:
+def _line(head: str, words: list[str]) -> Text:
+    return Text(f" {head:<8}  {'  '.join(words) or 'none'}", no_wrap=True, overflow="ellipsis")
+
+
+def _pins(stats: dict[str, Any], width: int) -> _Rows:
+    is_wide = width >= _NARROW
+    rows = _Rows("pin", *(["root"] if is_wide else []), "first block", "copies", "bytes", "left")
+    for one in stats["pins"]:
+        where = [one["root"], one["block"]] if is_wide else [one["block"]]
+        rows.add(
+            one["name"], *where, str(one["copies"]), size_text(one["pinned_bytes"]), f"{one['seconds_left']:.0f} s"
+        )
+    return rows
+
+
+def _tenants(stats: dict[str, Any]) -> _Rows:
+    rows = _Rows("tenant", "used", "quota", "hits", "refused")
+    for name, one in sorted(stats["tenants"].items(), key=lambda pair: -pair[1]["used_bytes"]):
         counts = one["counts"]
         hits = counts.get("hit_blocks", 0)
-        table.add_row(
-            escape(name) or "(unnamed)",
+        rows.add(
+            name or "(unnamed)",
             size_text(one["used_bytes"]),
             size_text(one["quota_bytes"]) if one["quota_bytes"] else "none",
             _ratio(hits, hits + counts.get("missed_blocks", 0)),
             str(counts.get("quota_refused", 0)),
         )
-    return table
+    return rows
 
 
-def _prefixes(stats: dict[str, Any]) -> Table:
-    table = _table("root", "first block", "tenant", "lookups", "blocks reused", "longest")
-    for one in stats["prefixes"][:_SHOWN]:
-        words = (one["root"], one["block"], escape(one["tenant"]) or "(unnamed)")
-        table.add_row(*words, str(one["lookups"]), str(one["hit_blocks"]), f"{one['longest_tokens']} tokens")
-    return table
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
-    for head in heads:
-        table.add_column(head, no_wrap=True)
-    return table
+def _prefixes(stats: dict[str, Any], width: int) -> _Rows:
+    is_wide = width >= _NARROW
+    rows = _Rows("prefix", *(["root"] if is_wide else []), "first block", "lookups", "blocks", "longest")
+    for one in stats["prefixes"]:
+        where = [one["root"], one["block"]] if is_wide else [one["block"]]
+        figures = (str(one["lookups"]), str(one["hit_blocks"]), f"{one['longest_tokens']} tokens")
+        rows.add(one["tenant"] or "(unnamed)", *where, *figures)
+    return rows
 
 
 def _ratio(hits: int, asked: int) -> str:

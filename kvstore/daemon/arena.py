@@ -62,7 +62,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         self._take_segment = take_segment
         self._free_segments: list[ArenaSegment] = []
         self._shelves: dict[tuple[int, int], dict[str, int]] = {}  # (holder, slot size) -> tenant -> shelf
-        self._tenant_of_shelf: dict[int, Tenant] = {}
+        self._owner_of_shelf: dict[int, tuple[Tenant, tuple[int, int]]] = {}  # and where it stands
         self._next_shelf = 0
         self._on_shelf: Counter[int] = Counter()  # copies, found or not
         self._open: dict[tuple[int, int], dict[int, ArenaSegment]] = {}  # (holder, slot size) -> with free slots
@@ -105,11 +105,8 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         return found
 
     def _forget_tenants(self) -> None:
-        """Those who have nothing here, with their empty shelves."""
+        """Those who have nothing here."""
         self.tenants = {one.name: one for one in self.tenants.values() if one.used_bytes or one.quota_bytes}
-        for by_tenant in self._shelves.values():
-            for name in [name for name in by_tenant if name not in self.tenants]:
-                self._forget_shelf(by_tenant.pop(name))
 
     def touch(self, entry: ArenaEntry) -> None:
         super().touch(entry)
@@ -184,7 +181,6 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         """Segments in which nothing was found are free."""
         for segment in list(self.segments.values()):
             self._free_if_empty(segment)
-        self._tidy_shelves()
 
     def _segment_with_room(self, holder: SegmentHolder, size: int) -> ArenaSegment | None:
         open_segments = self._open.get((holder.number, size))
@@ -221,8 +217,7 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         return min(ours or found, key=lambda entry: entry.tick, default=None)
 
     def _oldest_of(self, tenant: Tenant) -> ArenaEntry | None:
-        shelves = [shelf for shelf, owner in self._tenant_of_shelf.items() if owner is tenant]
-        found = [entry for shelf in shelves if (entry := self._oldest(shelf)) is not None]
+        found = [entry for shelf in tenant.shelves if (entry := self._oldest(shelf)) is not None]
         return min(found, key=lambda entry: entry.tick, default=None)
 
     def _coldest_segment(self, holder: SegmentHolder, size: int, before_tick: int | None) -> ArenaSegment | None:
@@ -326,6 +321,8 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         segment = entry.segment
         segment.entries.remove(entry)
         self._on_shelf[entry.shelf] -= 1
+        if not self._on_shelf[entry.shelf]:  # clients name sizes and tenants
+            self._forget_shelf(entry.shelf)
         segment.free_offsets.append(entry.offset)
         if segment.holder is None:
             self._free_if_empty(segment)
@@ -340,13 +337,19 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         if shelf is None:
             shelf = by_tenant[tenant.name] = self._next_shelf
             self._next_shelf += 1
-            self._tenant_of_shelf[shelf] = tenant
+            self._owner_of_shelf[shelf] = tenant, (holder.number, size)
+            tenant.shelves.add(shelf)
         return shelf
 
     def _forget_shelf(self, shelf: int) -> None:
+        """An empty one."""
         self._candidates.pop(shelf, None)
-        self._on_shelf.pop(shelf, None)
-        del self._tenant_of_shelf[shelf]
+        del self._on_shelf[shelf]
+        tenant, place = self._owner_of_shelf.pop(shelf)
+        tenant.shelves.remove(shelf)
+        del self._shelves[place][tenant.name]
+        if not self._shelves[place]:
+            del self._shelves[place]
 
     def requeue(self, entry: ArenaEntry) -> None:
         if entry.is_queued or not entry.may_go:
@@ -354,27 +357,14 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
         entry.is_queued = True
         heap = self._candidates.setdefault(entry.shelf, [])
         heapq.heappush(heap, (entry.tick, id(entry), entry))
-        if len(heap) > 64 and len(heap) > 2 * self.copy_count:
+        if len(heap) > 64 and len(heap) > 2 * self._on_shelf[entry.shelf]:  # what was dropped must not pile up
             heap[:] = [item for item in heap if item[2].is_linked]
             heapq.heapify(heap)
 
     def forget_holder(self, holder: SegmentHolder) -> None:
-        """A holder is gone: its empty shelves go; what it published stays on the others."""
-        for name in [name for name in self._shelves if name[0] == holder.number]:
-            self._open.pop(name, None)
-        self._tidy_shelves()
-
-    def _tidy_shelves(self) -> None:
-        alive = {segment.holder.number for segment in self.segments.values() if segment.holder is not None}
-        for (number, size), by_tenant in list(self._shelves.items()):
-            if number in alive:
-                continue
-            for name, shelf in list(by_tenant.items()):
-                if not self._on_shelf[shelf]:
-                    del by_tenant[name]
-                    self._forget_shelf(shelf)
-            if not by_tenant:
-                del self._shelves[number, size]
+        """A holder is gone; what it published stays on its shelves."""
+        for name in [name for name in self._open if name[0] == holder.number]:
+            del self._open[name]
 
     # check -----------------------------------------------------------------------------------------------------------
 
@@ -397,7 +387,9 @@ class ArenaIndex(CopyIndex[ArenaEntry]):
                 ),
             ),
             ("free segments are empty", all(not one.entries and one.holder is None for one in self._free_segments)),
-            ("shelves are counted", Counter(entry.shelf for entry in held) == +self._on_shelf),
+            ("shelves are counted", Counter(entry.shelf for entry in held) == self._on_shelf),
+            ("shelves are kept for a reason", set(self._on_shelf) == set(self._owner_of_shelf)),
+            ("tenants know their shelves", set(self._on_shelf) == set().union(*(one.shelves for one in tenants))),
             ("codecs share the used bytes", sum(self.codec_bytes.values()) == self.used_bytes),
         )
         broken = [name for name, holds in rules if not holds] + self.broken_rules()

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,11 +27,12 @@ from kvstore.daemon.greeting import LinkDownError, RefusedByDaemonError, aside
 from kvstore.daemon.link import Link, form_message
 from kvstore.daemon.protocol import PLACE, Place
 from kvstore.daemon.settings import default_socket_path
+from kvstore.daemon.telling import looked_messages, runs
 from kvstore.executor import Executor, ThreadExecutor
 from kvstore.frame.layout import FrameSpec
 from kvstore.frame.specs import SpecSource, plain_specs
 from kvstore.queued_tier import QueuedTier
-from kvstore.tier import Job, ResultCode, Transfer
+from kvstore.tier import Job, Lookup, ResultCode, Transfer
 
 _RESET_SECONDS = 20.0  # the daemon has to empty its tiers, and a remote one lets all hosts notice
 _POLL_SECONDS = (0.0002, 0.005)  # while a lower tier brings copies up
@@ -84,14 +85,9 @@ class DaemonTier(QueuedTier):
     # lookups ---------------------------------------------------------------------------------------------------------
 
     def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
-        run, _ = self._leading_run(key, hashes)
-        return run
-
-    def _leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Leading hashes stored, and how many of the rest may show up yet."""
         total, page = 0, protocol.PAGE_HASHES
         if not hashes:
-            return 0, 0
+            return 0
         try:
             form = self._form(key)
             for at in range(0, len(hashes), page):
@@ -99,11 +95,11 @@ class DaemonTier(QueuedTier):
                 found = self.link.call(partial(protocol.Run, form=form, hashes=joined), protocol.Count)
                 total += found.count
                 if found.count * protocol.HASH_BYTES < len(joined):
-                    return total, found.pending
-            return total, 0
+                    break
+            return total
         except (LinkDownError, RefusedByDaemonError):
             self._count("without_daemon")
-            return 0, 0
+            return 0
 
     def contains(self, keys: Sequence[CopyKey]) -> list[bool]:
         return [flag == 1 for flag in self._presence(keys)]
@@ -114,7 +110,7 @@ class DaemonTier(QueuedTier):
     def _presence(self, keys: Sequence[CopyKey]) -> bytes:
         found = bytearray(len(keys))
         try:
-            for places in _runs(keys, protocol.PAGE_HASHES):
+            for places in runs(keys, protocol.PAGE_HASHES):
                 form = self._form(keys[places[0]])
                 joined = b"".join([keys[place].hash for place in places])
                 answer = self.link.call(partial(protocol.Contains, form=form, hashes=joined), protocol.Flags)
@@ -129,7 +125,7 @@ class DaemonTier(QueuedTier):
 
     def touch(self, keys: Sequence[CopyKey]) -> None:
         try:
-            for places in _runs(keys, protocol.PAGE_HASHES):
+            for places in runs(keys, protocol.PAGE_HASHES):
                 joined = b"".join([keys[place].hash for place in places])
                 self.link.tell(partial(protocol.Touch, form=self._form(keys[places[0]]), hashes=joined))
         except (LinkDownError, RefusedByDaemonError):
@@ -141,14 +137,27 @@ class DaemonTier(QueuedTier):
         if session == self.link.session and abs(tokens_per_second - told) < 0.1 * told:
             return
         self._told_speed = tokens_per_second, session
-        self.link.tell(partial(protocol.Speed, prefill_tokens_per_second=min(1e9, tokens_per_second)))
+        self.link.tell(partial(protocol.Speed, prefill_tokens_per_second=min(1e9, max(0.01, tokens_per_second))))
+
+    def note_lookup(self, lookup: Lookup) -> None:
+        try:
+            for message in looked_messages(lookup, self._form):
+                self.link.tell(message)
+        except (LinkDownError, RefusedByDaemonError):
+            self._count("without_daemon")
+
+    def note_reuse(self, key: CopyKey, blocks: int) -> None:
+        try:
+            self.link.tell(partial(protocol.Reused, form=self._form(key), blocks=blocks))
+        except (LinkDownError, RefusedByDaemonError):
+            self._count("without_daemon")
 
     def delete(self, keys: Sequence[CopyKey]) -> int:
         """In the daemon's lower tiers too. 0 where there is no daemon: it drops nothing then."""
         count = 0
         try:
             keys = list(dict.fromkeys(keys))
-            for places in _runs(keys, protocol.PAGE_HASHES):
+            for places in runs(keys, protocol.PAGE_HASHES):
                 joined = b"".join([keys[place].hash for place in places])
                 form = self._form(keys[places[0]])
                 count += self.link.call(partial(protocol.Delete, form=form, hashes=joined), protocol.Count).count
@@ -198,7 +207,7 @@ class DaemonTier(QueuedTier):
         """Pins end with the connection: a daemon that restarts has none."""
         granted = [False] * len(keys)
         try:
-            for places in _runs(keys, protocol.PAGE_HASHES):
+            for places in runs(keys, protocol.PAGE_HASHES):
                 joined = b"".join([keys[place].hash for place in places])
                 form, session = self._form(keys[places[0]]), self.link.session
                 flags = self.link.call(partial(protocol.Pin, form=form, hashes=joined), protocol.Flags).flags
@@ -226,7 +235,7 @@ class DaemonTier(QueuedTier):
                 if not sessions:
                     del self._pins[key]
         try:
-            for places in _runs(living, protocol.PAGE_HASHES):
+            for places in runs(living, protocol.PAGE_HASHES):
                 joined = b"".join([living[place].hash for place in places])
                 form = self._form(living[places[0]])
                 self.link.call(partial(protocol.Unpin, form=form, hashes=joined), protocol.Count)
@@ -258,7 +267,7 @@ class DaemonTier(QueuedTier):
 
     def _put_batch(self, transfer: Transfer, jobs: Sequence[Job]) -> list[ResultCode]:
         results = [ResultCode.FAILED] * len(jobs)
-        for places in _runs([job.key for job in jobs], protocol.PAGE_ITEMS):
+        for places in runs([job.key for job in jobs], protocol.PAGE_ITEMS):
             if transfer.cancelled:
                 for place in places:
                     results[place] = ResultCode.CANCELLED
@@ -340,7 +349,7 @@ class DaemonTier(QueuedTier):
 
     def _get_batch(self, transfer: Transfer, jobs: Sequence[Job], claims: Sequence[Any]) -> list[ResultCode]:
         results = [ResultCode.MISS] * len(jobs)
-        for places in _runs([job.key for job in jobs], protocol.PAGE_ITEMS):
+        for places in runs([job.key for job in jobs], protocol.PAGE_ITEMS):
             try:
                 self._get_run(transfer, jobs, places, results)
             except LinkDownError:
@@ -401,7 +410,7 @@ class DaemonTier(QueuedTier):
             if fault is not None:
                 self._count(f"corrupt_{fault}")
                 suspects.append(job.key)
-        for places in _runs(suspects, protocol.PAGE_ITEMS):
+        for places in runs(suspects, protocol.PAGE_ITEMS):
             joined = b"".join([suspects[place].hash for place in places])
             self.link.tell(partial(protocol.Suspect, form=self._form(suspects[places[0]]), hashes=joined))
 
@@ -424,22 +433,10 @@ class DaemonTier(QueuedTier):
         self._open.clear()
         self._completions.clear()
         self._pins.clear()
+        self._told_speed = 0.0, -1
         self._queued_items = 0
         if isinstance(self._executor, ThreadExecutor) and not self._closed:
             self._executor = ThreadExecutor("kvstore-daemon")
-
-
-def _runs(keys: Sequence[CopyKey], most: int) -> list[list[int]]:
-    """Places of `keys`, in order, in runs of one form and at most so many."""
-    runs: list[list[int]] = []
-    family: Callable[[], object] | object = None
-    for place, key in enumerate(keys):
-        own = key.family
-        if not runs or own != family or len(runs[-1]) >= most:
-            runs.append([])
-            family = own
-        runs[-1].append(place)
-    return runs
 
 
 def _fork_tiers() -> None:

@@ -34,6 +34,7 @@ from kvstore.tier import Tier
 
 if TYPE_CHECKING:
     from kvstore.daemon.handover import Handover
+    from kvstore.daemon.recording import DaemonRecording
 
 
 _MISS = PLACE.pack(Place.MISS, 0, 0, 0)
@@ -49,7 +50,7 @@ class RefusedError(Exception):
 
 class Core:
     """See the module. lowers: tiers below, fast to slow; this object drives and closes them. handover: shared memory
-    outlives this object there, and begins with what was found."""
+    outlives this object there, and begins with what was found. TierError where there is no shared memory at all."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Core:
         self.arenas: dict[str, ArenaIndex] = {}
         self.counts: Counter[str] = Counter()
         self.tally = Tally()
+        self.recording: DaemonRecording | None = None  # of `kvstore record`
         self.holders: dict[int, Holder] = {}
         self.quotas = dict(settings.tenant_quotas)
         self.numbers = count(1)  # of holders
@@ -79,7 +81,9 @@ class Core:
         self.events = EventStream()  # of the own domain's arena
         self.epochs = DomainEpochs(lowers, self.events.begin_epoch, handover)
         queue_bytes = min(settings.spill_queue_bytes, settings.store.host_bytes // 4)
-        self.lowers = [LowerTier(tier, self.lock, queue_bytes, settings.checks) for tier in lowers]
+        self.lowers = [
+            LowerTier(tier, self.lock, queue_bytes, settings.checks, 1 << place) for place, tier in enumerate(lowers)
+        ]
         self.spilling = Spilling(self.lowers, settings.store)
         self._prepare = threading.Event()
         self._made = threading.Condition(self.lock)
@@ -87,6 +91,9 @@ class Core:
             handover.take_over(self)
         self.pool.make_first()
         self._preparer = self.pool.prepare(self._made, self._prepare, all_of_it=settings.store.host_prefault)
+        if not self.pool.limit:
+            self.close(0)
+            raise TierError(f"shared memory: the system has none for a segment of {settings.segment_bytes} bytes")
 
     # who is there ----------------------------------------------------------------------------------------------------
 
@@ -151,33 +158,17 @@ class Core:
 
     def run(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> tuple[int, int]:
         """Leading hashes that are stored somewhere, and how many of the rest may show up yet."""
-        families, total = holder.arena.families, len(hashes)
-        found, pending = leading_run(families.get(form.family), hashes), 0  # type: ignore[arg-type]
-        below: dict[str, int] = {}
-        if found < total and self.lowers:
-            found, pending = self._run_below(holder, form, hashes, found, below)
-        cause = "" if found == total else self._why_missed(holder, hashes[found], pending)
-        self.tally.looked_up(form, hashes, found, below, cause)
-        return found, pending
+        found = leading_run(holder.arena.families.get(form.family), hashes)  # type: ignore[arg-type]
+        if found < len(hashes) and self.lowers:
+            return self._run_below(holder, form, hashes, found)
+        return found, 0
 
-    def _why_missed(self, holder: Holder, hash: bytes, pending: int) -> str:
-        """The cause that is counted for a lookup that ended at this block."""
-        if any(one.state == "down" for one in self.lowers):
-            return "tier_down"
-        if pending:
-            return "still_looking"
-        return "evicted" if hash in holder.arena.recently_evicted else "never_stored"
-
-    def _run_below(
-        self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int, below: dict[str, int]
-    ) -> tuple[int, int]:
+    def _run_below(self, holder: Holder, form: Form, hashes: tuple[bytes, ...], found: int) -> tuple[int, int]:
         before = -1
         while before < found < len(hashes):
             before = found
             for lower in self.lowers:
-                gained = lower.leading_run(form, hashes[found:])
-                below[lower.tier.name] = below.get(lower.tier.name, 0) + gained
-                found += gained
+                found += lower.leading_run(form, hashes[found:])
             found += leading_run(holder.arena.families.get(form.family), hashes[found:])  # type: ignore[arg-type]
         if found == len(hashes):
             return found, 0
@@ -206,7 +197,7 @@ class Core:
             raise RefusedError(Cause.LEASES, f"expected at most {self.settings.leases_per_client} read leases")
         family = holder.arena.families.get(form.family) or {}
         absent = [place for place, hash in enumerate(hashes) if hash not in family] if self.lowers else []
-        below = self._found_below(form, [hashes[place] for place in absent])
+        below = self.found_below(form, [hashes[place] for place in absent])
         with self.lock:
             family = holder.arena.families.get(form.family) or {}
             entries = [family.get(hash) for hash in hashes]
@@ -226,10 +217,11 @@ class Core:
             ]
             for place, state in waiting.items():
                 places[place] = PLACE.pack(state, 0, 0, 0)
-        self.tally.read(holder, form, len(held), sum([entry.size_bytes for entry in held]))
+        self.tally.read(form, len(held), sum([entry.size_bytes for entry in held]))
         return lease, b"".join(places)
 
-    def _found_below(self, form: Form, hashes: list[bytes]) -> list[LowerTier | None]:
+    def found_below(self, form: Form, hashes: list[bytes]) -> list[LowerTier | None]:
+        """The first lower tier that has each."""
         found: list[LowerTier | None] = [None] * len(hashes)
         for lower in self.lowers:
             open_places = [place for place, one in enumerate(found) if one is None]
@@ -293,7 +285,7 @@ class Core:
                     published.append(entry)
                 elif not is_ours:
                     self.counts["refused_stale"] += 1
-            self.tally.stored(sum([entry.size_bytes for entry in published]))
+            self.tally.stored(holder.arena.domain, sum([entry.size_bytes for entry in published]))
             self.spilling.note_use(holder.arena, published)
         return bytes(flags)
 
@@ -345,11 +337,12 @@ class Core:
 
     def give_back(self, holder: Holder, numbers: Sequence[int]) -> None:
         with self.lock:
+            written = {lease.entry.segment for lease in holder.writes.values()}
             for number in numbers:
                 segment = holder.arena.segments.get(number)
                 if segment is None or segment.holder is not holder:
                     self.counts["refused_segment"] += 1
-                elif not any(lease.entry.segment is segment for lease in holder.writes.values()):
+                elif segment not in written:
                     holder.arena.returned(segment)
 
     def news(self, holder: Holder) -> tuple[int, int, list[int], list[int]]:

@@ -58,7 +58,9 @@ def greeted(path: str, name: str, timeout_seconds: float, on_refused: Callable[[
         sock.connect(path)
         with suppress(BrokenPipeError):  # refused already: the answer says why
             sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, name[:64])))
-        message, received, _, _ = socket.recv_fds(sock, protocol.LONGEST_BYTES, 1 + _MOST_TELL_TALES)
+        message, received, _, _ = socket.recv_fds(
+            sock, protocol.LONGEST_BYTES, 1 + _MOST_TELL_TALES, socket.MSG_CMSG_CLOEXEC
+        )
         answer = protocol.decode_answer(message)
         if not isinstance(answer, protocol.Welcome) or not received:
             on_refused(cause_name(answer.cause if isinstance(answer, protocol.Refused) else 0))

@@ -63,9 +63,9 @@ class Handover:
 
     # memory ----------------------------------------------------------------------------------------------------------
 
-    def make(self, size_bytes: int) -> SegmentMemory:
+    def make(self, size_bytes: int, at_leisure: bool) -> SegmentMemory:
         """A fresh segment, which the keeper has too. CapacityError."""
-        memory = SegmentMemory(size_bytes)
+        memory = SegmentMemory(size_bytes, at_leisure)
         self._notify.keep(memory.name, memory.write_fd)
         return memory
 

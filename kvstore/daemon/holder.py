@@ -6,9 +6,9 @@ the daemon's lock.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.daemon.slots import ArenaEntry, SegmentHolder
@@ -39,6 +39,8 @@ class Holder(SegmentHolder):
     read_count: int = 0
     pid_fd: int = -1
     prefill_tokens_per_second: float = 0.0  # as the client has said; 0: it has not
+    unpriced_tokens: int = 0  # reused before it said so
+    root: bytes = b""  # of its last lookup: whose speed it is
 
     @property
     def pin_count(self) -> int:
@@ -52,8 +54,8 @@ class LeaseBook:
         self.read_seconds, self.write_seconds = read_seconds, write_seconds
         self.counts: Counter[str] = Counter()
         self._numbers = count(1)
-        self._reads: deque[tuple[float, Holder, int]] = deque()
-        self._writes: deque[tuple[float, Holder, int]] = deque()
+        self._reads: dict[int, tuple[float, Holder]] = {}  # those that have not ended, by their end
+        self._writes: dict[int, tuple[float, Holder]] = {}
 
     def read(self, holder: Holder, entries: list[ArenaEntry], now: float) -> int:
         """One lease on all of them; each is fenced and touched."""
@@ -63,7 +65,7 @@ class LeaseBook:
         number = next(self._numbers)
         holder.reads[number] = entries
         holder.read_count += len(entries)
-        self._reads.append((now + self.read_seconds, holder, number))
+        self._reads[number] = now + self.read_seconds, holder
         return number
 
     def end_read(self, holder: Holder, number: int) -> bool:
@@ -71,6 +73,7 @@ class LeaseBook:
         entries = holder.reads.pop(number, None)
         if entries is None:
             return False
+        del self._reads[number]
         holder.read_count -= len(entries)
         for entry in entries:
             holder.arena.end_read(entry)
@@ -79,12 +82,12 @@ class LeaseBook:
     def write(self, holder: Holder, entry: ArenaEntry, now: float) -> int:
         number = next(self._numbers)
         holder.writes[number] = WriteLease(number, entry)
-        self._writes.append((now + self.write_seconds, holder, number))
+        self._writes[number] = now + self.write_seconds, holder
         return number
 
     def publish(self, holder: Holder, number: int) -> ArenaEntry | None:
         """The copy can be found from now on; None when the lease had ended. Either way the slot is let go."""
-        lease = holder.writes.pop(number, None)
+        lease = self._end_write(holder, number)
         if lease is None:
             return None
         arena, entry = holder.arena, lease.entry
@@ -100,24 +103,27 @@ class LeaseBook:
         return entry
 
     def abandon(self, holder: Holder, number: int) -> bool:
-        lease = holder.writes.pop(number, None)
+        lease = self._end_write(holder, number)
         if lease is None:
             return False
         holder.arena.abandon(lease.entry)
         return True
 
+    def _end_write(self, holder: Holder, number: int) -> WriteLease | None:
+        lease = holder.writes.pop(number, None)
+        if lease is not None:
+            self._writes.pop(number, None)  # not there once it is quarantined
+        return lease
+
     def expire(self, now: float) -> None:
         """Reads end; slots being written are quarantined."""
-        while self._reads and self._reads[0][0] <= now:
-            _, holder, number = self._reads.popleft()
-            if self.end_read(holder, number):
-                self.counts["read_leases_expired"] += 1
-        while self._writes and self._writes[0][0] <= now:
-            _, holder, number = self._writes.popleft()
-            lease = holder.writes.get(number)
-            if lease is not None:
-                lease.is_quarantined = True
-                self.counts["write_leases_quarantined"] += 1
+        for number, holder in _over(self._reads, now):
+            self.end_read(holder, number)
+            self.counts["read_leases_expired"] += 1
+        for number, holder in _over(self._writes, now):
+            holder.writes[number].is_quarantined = True
+            del self._writes[number]
+            self.counts["write_leases_quarantined"] += 1
 
     def pin(self, holder: Holder, keys: list[CopyKey]) -> list[bool]:
         granted = []
@@ -164,3 +170,8 @@ class LeaseBook:
         if entry.is_linked:  # a copy that was cleared lost its pins with it
             entry.pin_count -= 1
             arena.requeue(entry)
+
+
+def _over(leases: dict[int, tuple[float, Holder]], now: float) -> list[tuple[int, Holder]]:
+    """Those whose time is up: the first ones, since all of a kind last equally long."""
+    return [(number, holder) for number, (_, holder) in takewhile(lambda one: one[1][0] <= now, leases.items())]

@@ -5,6 +5,7 @@ Any thread; a call may wait for a lower tier.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,41 +20,60 @@ if TYPE_CHECKING:
 
 _Hex = Annotated[str, Meta(min_length=8, max_length=64, pattern="^([0-9a-f]{2})+$")]
 _Name = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*$")]
+_Given = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[\x20-\x7e]+$")]
+_Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _MOST_PINNED = 1 << 20
+_EXPECTED = {
+    "root": "8 to 64 hex digits, an even number of them, as the page shows them, or for flush 'all'",
+    "block": "8 to 64 hex digits, an even number of them, as the page shows them",
+    "seconds": "a number above 0, up to 2592000 (30 days)",
+    "budget_bytes": "an int of bytes, at least 0",
+    "quota_bytes": "an int of bytes, at least 0 (0: none)",
+    "name": "1 to 64 printable ASCII characters",
+    "domain": "a trust domain's name, '' for the daemon's own user's",
+    "tenant": "up to 64 printable ASCII characters",
+    "tier": "the name of a tier below shared memory",
+}
+
+_KINDS = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-class Flush(Struct, frozen=True, forbid_unknown_fields=True):
+class BodyError(Exception):
+    """A body that is not of its call's form; says what was given and what is expected. Nothing was done."""
+
+
+class Flush(Struct, frozen=True):
     """root: of a namespace, or its first bytes where they are unique in shared memory; "all": everything."""
 
     root: Annotated[str, Meta(pattern="^(all|([0-9a-f]{2}){4,32})$")]
     domain: _Name = ""
 
 
-class Pin(Struct, frozen=True, forbid_unknown_fields=True):
+class Pin(Struct, frozen=True):
     """A block, and what was stored behind it, for so long and as much as fits."""
 
     root: _Hex
     block: _Hex
     seconds: Annotated[float, Meta(gt=0, le=30 * 86400)]
-    budget_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    name: _Name = ""
+    budget_bytes: _Bytes
+    name: _Given
     domain: _Name = ""
 
 
-class Unpin(Struct, frozen=True, forbid_unknown_fields=True):
-    name: _Name = ""
+class Unpin(Struct, frozen=True):
+    name: _Given
 
 
-class Quota(Struct, frozen=True, forbid_unknown_fields=True):
+class Quota(Struct, frozen=True):
     tenant: _Name
-    quota_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    quota_bytes: _Bytes
 
 
-class DropTier(Struct, frozen=True, forbid_unknown_fields=True):
+class DropTier(Struct, frozen=True):
     tier: _Name
 
 
-class Reload(Struct, frozen=True, forbid_unknown_fields=True):
+class Reload(Struct, frozen=True):
     pass
 
 
@@ -77,12 +97,14 @@ class AdminCalls:
         return list(self._calls)
 
     def call(self, name: str, body: bytes) -> dict[str, Any]:
-        """KVError or msgspec's: nothing was done, or (TierError) not everywhere."""
+        """BodyError or KVError: nothing was done, or (TierError) not everywhere."""
         form, work = self._calls[name]
-        return work(msgspec.json.decode(body or b"{}", type=form))
+        return work(_asked(name, form, body))
 
     def _flush(self, asked: Flush) -> dict[str, Any]:
         if asked.root == "all":
+            if asked.domain:
+                raise UsageError(f"domain: got {asked.domain!r} with root 'all', which is every domain; expected none")
             return {"flushed_copies": self._daemon.admin.flush_all()}
         root = self._root(asked.root, asked.domain)
         return {"flushed_copies": self._daemon.admin.flush(root, domain=asked.domain)}
@@ -95,7 +117,10 @@ class AdminCalls:
         )
 
     def _unpin(self, asked: Unpin) -> dict[str, Any]:
-        return {"unpinned": self._daemon.admin.unpin(asked.name)}
+        if not self._daemon.admin.unpin(asked.name):
+            held = ", ".join(repr(one["name"]) for one in self._daemon.admin.pins()) or "none is held"
+            raise UsageError(f"name: got {asked.name!r}; expected a pin that is held: {held}")
+        return {"unpinned": asked.name}
 
     def _quota(self, asked: Quota) -> dict[str, Any]:
         self._daemon.admin.set_quota(asked.tenant, asked.quota_bytes)
@@ -113,6 +138,7 @@ class AdminCalls:
 
     def _root(self, text: str, domain: str) -> bytes:
         """The one root in shared memory that begins so; a whole one needs no copy there."""
+        self._daemon.admin.check_domain(domain)
         start = bytes.fromhex(text)
         if len(start) == 32:
             return start
@@ -134,3 +160,31 @@ class AdminCalls:
             )
         with core.lock:
             return arena.behind(root, blocks.pop(), _MOST_PINNED)
+
+
+def _asked(name: str, form: type[Struct], body: bytes) -> Any:
+    """A call's body. BodyError."""
+    fields = {one.name: one for one in msgspec.structs.fields(form)}
+    wanted = f"a JSON object with {', '.join(fields) or 'nothing in it'}"
+    try:
+        given = msgspec.json.decode(body or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BodyError(f"{name}: {str(error)[:200]}; expected {wanted}") from None
+    if not isinstance(given, dict):
+        raise BodyError(f"{name}: got a JSON {_KINDS[type(given)]}; expected {wanted}")
+    for key in given:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
+            raise BodyError(f"{name}: unknown key {key[:80]!r}{hint} expected {wanted}")
+    for key, field in fields.items():
+        if key not in given:
+            if field.required:
+                raise BodyError(f"{name}: {key!r} is missing; expected {_EXPECTED[key]}")
+            continue
+        try:
+            msgspec.convert(given[key], field.type)
+        except msgspec.ValidationError:
+            said = msgspec.json.encode(given[key])[:80].decode("utf-8", "replace")
+            raise BodyError(f"{key}: got {said}; expected {_EXPECTED[key]}") from None
+    return msgspec.convert(given, form)

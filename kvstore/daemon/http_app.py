@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from allocator.errors import KVError, TierError
+from kvstore.daemon.http_admin import BodyError
 from kvstore.daemon.http_metrics import CONTENT_TYPE, DaemonMetrics
 from kvstore.daemon.http_page import content_security_policy, live_page
 from kvstore.http_access import has_token, names_loopback
@@ -112,8 +112,8 @@ class _Routes:
             return refused(413, f"expected a body of at most {BODY_BYTES_LIMIT} bytes")
         try:
             return JSONResponse(await run_in_threadpool(self._admin.call, name, body))
-        except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-            return refused(400, str(error)[:300])
+        except BodyError as error:
+            return refused(400, str(error))
         except TierError as error:
             return refused(502, str(error))
         except KVError as error:

@@ -1,7 +1,8 @@
 """A daemon's statistics as Prometheus series. docs/how-to/daemon.md says what each means.
 
 Counters end in _total and never go back, whatever happens to what they are summed from; everything in one answer is of
-one moment, so hits are never more than what was asked for. Labels have bounded values. Any thread.
+one moment, so hits are never more than what was asked for. Labels have bounded values. Every known cause has its series
+from the start, at 0: a rate does not see the first rise of a new one. Any thread.
 """
 
 from __future__ import annotations
@@ -14,10 +15,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvstore.daemon.protocol import Cause
+from kvstore.daemon.settings import OWN_DOMAIN
 from kvstore.daemon.tally import MISS_CAUSES, OTHERS
+from kvstore.frame.parsing import FrameFault
+from kvstore.tier import ResultCode
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_VALUES = 200  # of a label that clients can name
+
+_SLOWED = ("throttled", "accepts_delayed")
+_REFUSED = (*(cause.name.lower() for cause in Cause), *_SLOWED)
+_OUTCOMES = (
+    *("spilled", "spills_dropped", "spills_failed", "spills_down", "spills_there"),
+    *("fetched", "fetches_without_room", "failed_TierError"),
+    *(f"fetch_{code}" for code in ResultCode if code is not ResultCode.OK),
+    *(f"corrupt_{fault}" for fault in FrameFault),
+)
 
 _Row = tuple[tuple[str, ...], float]
 
@@ -29,13 +43,13 @@ class _Series(NamedTuple):
 
 
 SERIES = {
-    "lookups": _Series("counter", "Lookups answered"),
-    "lookup_blocks": _Series("counter", "Blocks that were looked up: hits and misses"),
-    "lookup_hit_blocks": _Series("counter", "Blocks that a tier had", ("tier",)),
-    "lookup_missed_blocks": _Series("counter", "Blocks that no tier had, by why the lookup ended there", ("cause",)),
-    "reused_tokens": _Series("counter", "Tokens whose copies clients read"),
-    "saved_prefill_seconds": _Series("counter", "Time that computing these would have taken, as clients told it"),
-    "client_bytes": _Series("counter", "Bytes that clients stored in shared memory and read from it", ("kind",)),
+    "lookups": _Series("counter", "Lookups of prompts, once a request", ("domain",)),
+    "lookup_blocks": _Series("counter", "Blocks that were looked up: hits and misses", ("domain",)),
+    "lookup_hit_blocks": _Series("counter", "Blocks that a tier had", ("tier", "domain")),
+    "lookup_missed_blocks": _Series("counter", "Blocks that no tier had, by why it ended there", ("cause", "domain")),
+    "reused_tokens": _Series("counter", "Tokens of hits that clients took over", ("domain",)),
+    "saved_prefill_seconds": _Series("counter", "Time that computing them would have taken, as told", ("domain",)),
+    "client_bytes": _Series("counter", "Bytes that clients stored and read in shared memory", ("kind", "domain")),
     "tier_bytes": _Series("counter", "Bytes moved between shared memory and a lower tier", ("tier", "kind")),
     "tier_copies": _Series("counter", "Copies on their way down or up, by what became of them", ("tier", "outcome")),
     "evicted_blocks": _Series("counter", "Copies evicted from shared memory", ("domain",)),
@@ -53,7 +67,10 @@ SERIES = {
     "tenant_used_bytes": _Series("gauge", "Shared memory in use", ("tenant",)),
     "tenant_quota_bytes": _Series("gauge", "Quota; 0: none", ("tenant",)),
     "clients": _Series("gauge", "Connections"),
-    "leases": _Series("gauge", "Leases held", ("kind",)),
+    "leases": _Series("gauge", "Leases held; pins of operators too", ("kind",)),
+    "pin_copies": _Series("gauge", "Copies that an operator's pin holds", ("pin",)),
+    "pin_bytes": _Series("gauge", "Bytes of these in shared memory", ("pin",)),
+    "pin_seconds_left": _Series("gauge", "Time until it ends", ("pin",)),
     "quarantined_slots": _Series("gauge", "Slots whose writer neither finished nor died"),
     "handover_copies": _Series("gauge", "Copies of the daemon before, by what became of them", ("outcome",)),
     "handover_bytes": _Series("gauge", "Bytes of those that were taken over"),
@@ -128,23 +145,28 @@ class DaemonMetrics(Collector):
         }
 
 
-def _lookups(one: dict[str, Any], no_hits: dict[str, int]) -> dict[str, list[_Row]]:
-    """Every tier and cause has its series from the start: a rate does not see the first rise of a new one."""
-    return {
-        "lookups": [((), one["lookups"])],
-        "lookup_blocks": [((), one["asked_blocks"])],
-        "lookup_hit_blocks": [((tier,), blocks) for tier, blocks in (no_hits | one["hit_blocks"]).items()],
-        "lookup_missed_blocks": [((cause,), one["missed_blocks"].get(cause, 0)) for cause in MISS_CAUSES],
-        "reused_tokens": [((), one["reused_tokens"])],
-        "saved_prefill_seconds": [((), one["saved_prefill_seconds"])],
-        "client_bytes": [(("stored",), one["stored_bytes"]), (("read",), one["read_bytes"])],
-    }
+def _lookups(found: dict[str, Any], no_hits: dict[str, int]) -> dict[str, list[_Row]]:
+    """By trust domain: what clients of one say must not move the figures of another."""
+    rows: dict[str, list[_Row]] = {}
+    for domain, one in found["domains"].items():
+        for name, labels, value in (
+            ("lookups", (), one["lookups"]),
+            ("lookup_blocks", (), one["asked_blocks"]),
+            *(("lookup_hit_blocks", (tier,), blocks) for tier, blocks in (no_hits | one["hit_blocks"]).items()),
+            *(("lookup_missed_blocks", (cause,), one["missed_blocks"].get(cause, 0)) for cause in MISS_CAUSES),
+            ("reused_tokens", (), one["reused_tokens"]),
+            ("saved_prefill_seconds", (), one["saved_prefill_seconds"]),
+            *(("client_bytes", (kind,), one[f"{kind}_bytes"]) for kind in ("stored", "read")),
+        ):
+            rows.setdefault(name, []).append(((*labels, domain), value))
+    return rows
 
 
 def _tiers(tiers: dict[str, Any]) -> dict[str, list[_Row]]:
     lowers = {name: one for name, one in tiers.items() if "counts" in one}
     outcomes = {
-        name: {cause: count for cause, count in one["counts"].items() if not cause.endswith("_bytes")}
+        name: dict.fromkeys(_OUTCOMES, 0)
+        | {cause: count for cause, count in one["counts"].items() if not cause.endswith("_bytes")}
         for name, one in lowers.items()
     }
     return {
@@ -166,32 +188,36 @@ def _tiers(tiers: dict[str, Any]) -> dict[str, list[_Row]]:
 
 def _arenas(arenas: dict[str, Any]) -> dict[str, list[_Row]]:
     codecs: dict[str, float] = {}
+    counts = {OWN_DOMAIN: {}} | {name: one["counts"] for name, one in arenas.items()}
     for one in arenas.values():
         for codec, size in one["codec_bytes"].items():
             name = codec if codec in codecs or len(codecs) < _MOST_VALUES else OTHERS
             codecs[name] = codecs.get(name, 0) + size
     return {
         "class_used_bytes": [((codec,), size) for codec, size in codecs.items()],
-        "evicted_blocks": [((name,), one["counts"].get("evicted", 0)) for name, one in arenas.items()],
-        "segments_recalled": [((name,), one["counts"].get("segments_recalled", 0)) for name, one in arenas.items()],
+        "evicted_blocks": [((name,), one.get("evicted", 0)) for name, one in counts.items()],
+        "segments_recalled": [((name,), one.get("segments_recalled", 0)) for name, one in counts.items()],
     }
 
 
 def _state(stats: dict[str, Any]) -> dict[str, list[_Row]]:
     counts, leases = stats["counts"], stats["leases"]
-    slowed = ("throttled", "accepts_delayed")
+    refused = {
+        cause.removeprefix("refused_"): count
+        for cause, count in counts.items()
+        if cause.startswith("refused_") or cause in _SLOWED
+    }
+    corrupt = dict.fromkeys(map(str, FrameFault), 0)
+    lowers = [one["counts"] for one in stats["tiers"].values() if "counts" in one]  # seen on the way down
+    for some in (counts, *lowers):
+        for cause, count in some.items():
+            if cause.startswith("corrupt_"):
+                corrupt[cause.removeprefix("corrupt_")] += count
     held = {"read": "read_copies", "write": "write_slots", "pin": "pinned_copies"}
     return {
-        "refused": [
-            ((cause.removeprefix("refused_"),), count)
-            for cause, count in counts.items()
-            if cause.startswith("refused_") or cause in slowed
-        ],
-        "corrupt_blocks": [
-            ((cause.removeprefix("corrupt_"),), count)
-            for cause, count in counts.items()
-            if cause.startswith("corrupt_")
-        ],
+        "refused": [((cause,), count) for cause, count in (dict.fromkeys(_REFUSED, 0) | refused).items()],
+        "corrupt_blocks": [((cause,), count) for cause, count in corrupt.items()],
+        **_pins(stats["pins"]),
         "reserved_bytes": [((), stats["budget"]["reserved_bytes"])],
         **_handover(stats["handover"]),
         "clients": [((), stats["connections"])],
@@ -200,6 +226,13 @@ def _state(stats: dict[str, Any]) -> dict[str, list[_Row]]:
         "ready": [((), float(stats["ready"]))],
         "start_time_seconds": [((), stats["time_seconds"] - stats["uptime_seconds"])],
     }  # fmt: skip
+
+
+def _pins(pins: list[dict[str, Any]]) -> dict[str, list[_Row]]:
+    return {
+        f"pin_{name}": [((one["name"],), float(one[value])) for one in pins]
+        for name, value in (("copies", "copies"), ("bytes", "pinned_bytes"), ("seconds_left", "seconds_left"))
+    }
 
 
 def _handover(report: dict[str, Any] | None) -> dict[str, list[_Row]]:

@@ -35,7 +35,7 @@ class HttpServer:
         except ImportError as error:
             if error.name not in ("starlette", "uvicorn"):
                 raise
-            raise TierError("http needs starlette and uvicorn: pip install 'kvstore-llm[daemon]'") from None
+            raise TierError("http needs starlette and uvicorn: pip install -e '.[daemon]' in a checkout") from None
         host, port = settings.http_address
         on_loopback = is_loopback(host)
         may_admin = on_loopback or settings.http_admin

@@ -205,7 +205,9 @@ class Link:
         def receive() -> protocol.AnyAnswer:
             assert self._sock is not None
             try:
-                message, descriptors, _, _ = socket.recv_fds(self._sock, protocol.LONGEST_BYTES, protocol.MOST_FDS)
+                message, descriptors, _, _ = socket.recv_fds(
+                    self._sock, protocol.LONGEST_BYTES, protocol.MOST_FDS, socket.MSG_CMSG_CLOEXEC
+                )
                 received.extend(descriptors)
                 if not message:
                     raise ConnectionResetError

@@ -2,7 +2,8 @@
 
 A thread a tier drives it: it verifies a copy while it takes it out of shared memory (a client could still write there),
 hands it down, and brings fetched ones up as sealed frames. Spills wait in a queue of bounded bytes; past it the coldest
-is dropped and counted. Nothing here makes a client wait.
+is dropped and counted. What the tier has is not written again; what it did not take, for whatever reason, is offered
+to it again when it is next used, and while it is down nothing is. Nothing here makes a client wait.
 
 The daemon's lock guards queue and index and is never held while bytes move or a tier is called.
 """
@@ -15,10 +16,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from allocator.errors import TierError, UsageError
+from allocator.errors import TierError
 from kvstore.copy_key import CopyKey
 from kvstore.daemon.arena import ArenaIndex
 from kvstore.daemon.forms import Form
@@ -55,19 +57,26 @@ def taken_out(entry: ArenaEntry, out: ByteRow | None = None, *, checks: bool = T
 class _Fetch:
     arena: ArenaIndex
     entry: ArenaEntry
+    is_void: bool = False  # deleted meanwhile
 
 
 class LowerTier:
     """See the module. `tier` is driven by this object's thread alone, but for contains, delete, clear.
 
     lock: the daemon's. queue_bytes: most that waits to be spilled, all of it fenced in the arena. checks: whether
-    copies of a trust domain carry a checksum.
+    copies of a trust domain carry a checksum. mark: its bit in ArenaEntry.offered.
     """
 
     def __init__(
-        self, tier: Tier, lock: threading.Lock, queue_bytes: int, checks: Callable[[str], bool] = lambda domain: True
+        self,
+        tier: Tier,
+        lock: threading.Lock,
+        queue_bytes: int,
+        checks: Callable[[str], bool] = lambda domain: True,
+        mark: int = 1,
     ) -> None:
         self.tier = tier
+        self.mark = mark
         self._checks = checks
         self.counts: Counter[str] = Counter()
         self.is_dropped = False
@@ -95,21 +104,27 @@ class LowerTier:
         """0: not there, 1: there, 2: still being looked up."""
         if self.is_dropped or self.tier.is_resting:  # the second: a client would ask again until its deadline
             return [0] * len(hashes)
-        keys = form.lower_template.with_hashes(hashes)
+        return self._presence(form.lower_template.with_hashes(hashes))
+
+    def _presence(self, keys: Sequence[CopyKey]) -> list[int]:
         found = [int(one) for one in self.tier.contains(keys)]
         if not all(found) and self.tier.pending_count(keys):
             found = [one or 2 * bool(self.tier.pending_count([key])) for one, key in zip(found, keys, strict=True)]
         return found
 
+    @property
+    def takes_spills(self) -> bool:
+        """Not while it is down: its own thread sees when it is back."""
+        return not (self.is_dropped or self._stop or self.tier.is_down)
+
     def offer(self, arena: ArenaIndex, entry: ArenaEntry) -> None:
-        """Spill this published copy some time. Under the lock."""
-        if self.is_dropped or self._stop:
-            return
+        """Spill this published copy some time, while it `takes_spills`. Under the lock."""
         while self._queue and self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
-            arena_of, coldest = self._queue.popleft()
-            coldest.is_offered = False  # its next use offers it again
-            self._let_go(arena_of, coldest)
+            self._turn_away(*self._queue.popleft())
             self.counts["spills_dropped"] += 1
+        if not entry.offered:  # else what one tier refuses again and again would keep the others believed in
+            entry.offered_seconds = time.monotonic()
+        entry.offered |= self.mark
         entry.reader_count += 1
         self._queue.append((arena, entry))
         self.queued_bytes += entry.slot_bytes
@@ -120,7 +135,8 @@ class LowerTier:
         arena, key = holder.arena, form.key(hash)
         if (id(arena), key) in self._fetching:
             return Place.PENDING
-        if payload_bytes == 0 or self._stop:
+        is_deleted = self._spilling.get(form.lower_template.with_hash(hash), False)  # it has just landed
+        if payload_bytes == 0 or self._stop or is_deleted:
             return Place.MISS
         entry = arena.reserve(holder, form, key, form.header_bytes + payload_bytes, None)
         if isinstance(entry, Place):
@@ -134,25 +150,27 @@ class LowerTier:
         self._wake.set()
         return Place.PENDING
 
-    def is_fetching(self, arena: ArenaIndex, key: CopyKey) -> bool:
-        return (id(arena), key) in self._fetching
+    def forget_fetch(self, arena: ArenaIndex, key: CopyKey) -> None:
+        """What is on its way up comes too late. Under the lock."""
+        fetch = self._fetching.get((id(arena), key))
+        if fetch is not None:
+            fetch.is_void = True
 
     def delete(self, form: Form, hashes: Sequence[bytes]) -> int:
-        """Copies that are on their way down go when they have arrived."""
+        """Of a dropped tier too, see clear. Copies that are on their way down go when they have arrived."""
         keys = form.lower_template.with_hashes(hashes)
         with self._lock:
             self._purge()
             for key in keys:
                 if key in self._spilling:
                     self._spilling[key] = True
-        return 0 if self.is_dropped else self.tier.delete(keys)
+        return self.tier.delete(keys)
 
     def clear(self, roots: set[bytes], *, all_allowed: bool) -> None:
-        """Drop every copy of these (lower) roots. TierError where that takes clearing all and that is not allowed."""
-        self._settle()
-        if self.is_dropped:
-            return
+        """Drop every copy of these (lower) roots, of a dropped tier too: a restart would bring them back. TierError
+        where that takes clearing all and that is not allowed."""
         delete_root = getattr(self.tier, "delete_root", None)
+        self._settle(roots if delete_root is not None or not all_allowed else None)
         if delete_root is not None:
             for root in roots:
                 delete_root(root)
@@ -161,15 +179,26 @@ class LowerTier:
         else:
             raise TierError(f"tier {self.tier.name}: others share it; only the daemon's own user may clear it")
 
-    def _settle(self) -> None:
-        """Let go of what waits and was dropped above, and wait a while for what is under way."""
+    def clear_all(self) -> None:
+        """Drop every copy of every domain, of a dropped tier too. TierError."""
+        self._settle(None)
+        self.tier.clear()
+
+    def _settle(self, roots: set[bytes] | None) -> None:
+        """Let go of what waits and was dropped above, and wait a while for what is under way, of these (lower) roots;
+        None: of all."""
         with self._lock:
             self._purge()
             for key in self._spilling:
-                self._spilling[key] = True
+                self._spilling[key] |= roots is None or key.root in roots
         until = time.monotonic() + _SETTLE_SECONDS
-        while (self._spilling or self._fetching) and time.monotonic() < until and self._thread.is_alive():
+        while self._is_settling(roots) and time.monotonic() < until and self._thread.is_alive():
             time.sleep(0.0005)
+
+    def _is_settling(self, roots: set[bytes] | None) -> bool:
+        with self._lock:
+            coming = [self._lower_key(one.entry).root for one in self._fetching.values()]
+            return any(self._spilling.values()) or any(roots is None or root in roots for root in coming)
 
     def _purge(self) -> None:
         """Nothing that is fenced is evicted: what is found no more was dropped on purpose. Under the lock."""
@@ -186,7 +215,8 @@ class LowerTier:
 
     @property
     def depths(self) -> dict[str, int]:
-        return {"spill": len(self._queue) + len(self._spilling), "fetch": len(self._fetching)}
+        with self._lock:  # copies go from one to the other and back
+            return {"spill": len(self._queue) + len(self._spilling), "fetch": len(self._fetching)}
 
     # lifecycle -------------------------------------------------------------------------------------------------------
 
@@ -200,11 +230,10 @@ class LowerTier:
         return False
 
     def drop(self) -> None:
-        """Use this tier no more, until the daemon restarts; what it holds stays where it is."""
+        """Use this tier no more, until the daemon restarts; what it holds stays where it is, unless it is cleared."""
         self.is_dropped = True
         with self._lock:
-            while self._queue:
-                self._let_go(*self._queue.popleft())
+            self._turn_all_away()
 
     def close(self) -> None:
         self._stop = True
@@ -214,9 +243,8 @@ class LowerTier:
         for done in self.tier.poll():
             self._finish(done)
         with self._lock:
-            while self._queue:
-                self._let_go(*self._queue.popleft())
-                self.counts["spills_dropped"] += 1
+            self.counts["spills_dropped"] += len(self._queue)
+            self._turn_all_away()
 
     # the thread ------------------------------------------------------------------------------------------------------
 
@@ -232,8 +260,11 @@ class LowerTier:
                 if not self._spilling:
                     self._start_spills()
             except Exception as error:  # counted by cause: the daemon lives on without this tier's next batch
-                self.counts[f"failed_{type(error).__name__}"] += 1
-                _LOG.exception("kvstore: lower tier %s failed", self.tier.name)
+                self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        self.counts[f"failed_{type(error).__name__}"] += 1
+        _LOG.error("kvstore: lower tier %s failed", self.tier.name, exc_info=error)
 
     def _finish(self, done: Completion) -> None:
         finish = self._running.pop(done.transfer.id, None)
@@ -242,49 +273,95 @@ class LowerTier:
             self._wake.set()
 
     def _start_spills(self) -> None:
-        batch: list[tuple[ArenaIndex, ArenaEntry]] = []
+        batch = self._next_batch()
+        taken: list[ArenaEntry] = []
+        items: list[PutItem] = []
+        try:
+            is_looking = self._leave_known(batch)
+            self._take_out(batch, taken, items)
+            if items:
+                transfer = self.tier.submit_put(items)
+                self._running[transfer.id] = partial(self._finish_spills, taken, items)
+        except BaseException:
+            with self._lock:
+                for pair in batch:
+                    self._turn_away(*pair)
+            self._finish_spills(taken, items, [ResultCode.FAILED] * len(items))
+            raise
+        if not items:
+            self._finish_spills([], [], [])
+            if self._queue and not is_looking:  # else the tier says when it has looked
+                self._wake.set()
+
+    def _next_batch(self) -> deque[tuple[ArenaIndex, ArenaEntry]]:
+        """What is written next; it is fenced still. Empty while the tier takes nothing: what waits stays no longer."""
+        batch: deque[tuple[ArenaIndex, ArenaEntry]] = deque()
+        takes_spills, total = self.takes_spills, 0
         with self._lock:
-            total = 0
+            if not takes_spills:
+                self.counts["spills_down"] += len(self._queue)
+                self._turn_all_away()
             while self._queue and len(batch) < _BATCH_COPIES and (not batch or total < _BATCH_BYTES):
                 batch.append(self._queue.popleft())
                 total += batch[-1][1].size_bytes
             self._spilling = {self._lower_key(entry): False for _, entry in batch}
+        return batch
+
+    def _leave_known(self, batch: deque[tuple[ArenaIndex, ArenaEntry]]) -> bool:
+        """Let go of what the tier has; what it is still looking up is first in line again. Whether there is such."""
+        keys = [self._lower_key(entry) for _, entry in batch]
+        found = self._presence(keys) if keys else []
+        self.tier.touch([key for key, flag in zip(keys, found, strict=True) if flag == 1])
+        pairs = list(batch)
+        with self._lock:
+            batch.clear()
+            for (arena, entry), key, flag in reversed(list(zip(pairs, keys, found, strict=True))):
+                if flag == 1:
+                    self.counts["spills_there"] += 1
+                    self._let_go(arena, entry)
+                elif flag == 2:
+                    self._queue.appendleft((arena, entry))
+                    self._spilling.pop(key, None)
+                else:
+                    batch.appendleft((arena, entry))
+            self._purge()  # of what was dropped meanwhile and is in line again
+        return 2 in found
+
+    def _take_out(
+        self, batch: deque[tuple[ArenaIndex, ArenaEntry]], taken: list[ArenaEntry], items: list[PutItem]
+    ) -> None:
+        """Copy payloads, and let go of each when that is done."""
+        total, at = sum(entry.size_bytes for _, entry in batch), 0
         if self._scratch.nbytes < total:
             self._scratch = np.empty(total, np.uint8)
-        items, at = [], 0
-        for arena, entry in batch:
+        while batch:
+            arena, entry = batch[0]
             payload = taken_out(entry, self._scratch[at:], checks=self._checks(entry.form.domain))
             at += entry.size_bytes
             if not isinstance(payload, FrameFault):
                 items.append(PutItem(self._lower_key(entry), [payload], entry.parent))
+                taken.append(entry)
             with self._lock:
                 if isinstance(payload, FrameFault):
                     self.counts[f"corrupt_{payload}"] += 1
                     if entry.is_linked:
                         arena.unlink(entry)
-                self._let_go(arena, entry)
+                self._let_go(*batch.popleft())
 
-        def finish(results: Sequence[ResultCode]) -> None:
-            self.counts["spilled"] += results.count(ResultCode.OK)
-            self.counts["spilled_bytes"] += sum(
-                item.pieces[0].nbytes for item, code in zip(items, results, strict=False) if code is ResultCode.OK
-            )
-            self.counts["spills_failed"] += len(results) - results.count(ResultCode.OK)
-            with self._lock:
-                dropped = [key for key, is_dropped in self._spilling.items() if is_dropped]
-                self._spilling = {}
-            if dropped:
-                self.tier.delete(dropped)
-
-        if not items:
-            finish([])
-            return
-        try:
-            transfer = self.tier.submit_put(items)
-        except UsageError:
-            finish([ResultCode.FAILED] * len(items))
-            raise
-        self._running[transfer.id] = finish
+    def _finish_spills(
+        self, entries: Sequence[ArenaEntry], items: Sequence[PutItem], results: Sequence[ResultCode]
+    ) -> None:
+        for item, code in zip(items, results, strict=True):
+            self.counts["spilled" if code is ResultCode.OK else "spills_failed"] += 1
+            self.counts["spilled_bytes"] += item.pieces[0].nbytes if code is ResultCode.OK else 0
+        with self._lock:
+            dropped = [key for key, is_dropped in self._spilling.items() if is_dropped]
+            self._spilling = {}
+            for entry, item, code in zip(entries, items, results, strict=True):
+                if code not in (ResultCode.OK, ResultCode.TOO_LARGE) or item.key in dropped:
+                    entry.offered &= ~self.mark
+        if dropped:
+            self.tier.delete(dropped)
 
     @staticmethod
     def _lower_key(entry: ArenaEntry) -> CopyKey:
@@ -303,10 +380,11 @@ class LowerTier:
 
             try:
                 transfer = self.tier.submit_get([GetItem(key, entry.memory[entry.form.header_bytes :])])
-            except UsageError:
+            except Exception as error:  # counted by cause: who waits for this one is told, and the others go on
+                self._note(error)
                 finish([ResultCode.FAILED])
-                raise
-            self._running[transfer.id] = finish
+            else:
+                self._running[transfer.id] = finish
 
     def _finish_fetch(self, fetch: _Fetch, result: ResultCode) -> None:
         entry, arena = fetch.entry, fetch.arena
@@ -319,11 +397,21 @@ class LowerTier:
             self._fetching.pop((id(arena), entry.key), None)
             self.counts["fetched" if result is ResultCode.OK else f"fetch_{result}"] += 1
             self.counts["fetched_bytes"] += entry.size_bytes if result is ResultCode.OK else 0
-            if result is ResultCode.OK and not arena.is_void(entry) and arena.twin(entry) is None:
-                entry.is_offered = True
+            is_void = fetch.is_void or arena.is_void(entry)
+            if result is ResultCode.OK and not is_void and arena.twin(entry) is None:
+                entry.offered, entry.offered_seconds = self.mark, time.monotonic()  # others may be nearer
                 arena.publish(entry)
             else:
                 arena.abandon(entry)
+
+    def _turn_all_away(self) -> None:
+        while self._queue:
+            self._turn_away(*self._queue.popleft())
+
+    def _turn_away(self, arena: ArenaIndex, entry: ArenaEntry) -> None:
+        """Its next use offers it again."""
+        entry.offered &= ~self.mark
+        self._let_go(arena, entry)
 
     def _let_go(self, arena: ArenaIndex, entry: ArenaEntry) -> None:
         self.queued_bytes -= entry.slot_bytes

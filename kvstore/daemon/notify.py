@@ -47,14 +47,14 @@ class NotifySocket:
 
     def _send(self, message: str, descriptors: tuple[int, ...], seconds: float = _SEND_SECONDS) -> bool:
         address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                 sock.settimeout(seconds)
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
                 sock.sendmsg([message.encode()], rights if descriptors else [], 0, address)
-            except OSError as error:
-                self.counts[f"not_told_{error.errno}"] += 1
-                return False
+        except OSError as error:
+            self.counts[f"not_told_{error.errno}"] += 1
+            return False
         return True
 
 

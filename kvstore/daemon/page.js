@@ -35,6 +35,7 @@ function duration(seconds) {
   if (seconds < 172800) return plain(seconds / 3600) + " h";
   return plain(seconds / 86400) + " days";
 }
+const NO_LOOKUPS = "no lookups yet";
 const words = (name) => name.replaceAll("_", " ");
 const TIER_KINDS = {host: "host", disk: "tight", remote: "int4"};
 const CODEC_KINDS = {int4: "int4", raw: "full", int8k: "host"};
@@ -69,10 +70,10 @@ function steps(largest, binary) {
   for (let value = 0; found.length === 0 || found[found.length - 1] < largest * 0.9999; value += step) found.push(value);
   return found;
 }
-function chart(title, series, {stacked = false, limit = null, label = plain, binary = false, top = 0} = {}) {
+function chart(title, series, {stacked = false, limit = null, label = plain, binary = false, top = 0, empty = "nothing yet"} = {}) {
   const drawn = series.filter((one) => one.points.length > 1);
   const box = h("figure", {class: "card"}, h("h3", {}, title));
-  if (!drawn.length) { box.append(h("p", {class: "empty"}, "nothing yet")); return box; }
+  if (!drawn.length) { box.append(h("p", {class: "empty"}, empty)); return box; }
   const times = drawn[0].points.map((point) => point[0]);
   const t0 = times[0], t1 = times[times.length - 1];
   const floor = times.map(() => 0);
@@ -121,12 +122,16 @@ function gauges(few, known, pick) {
   return namesOf(few, known, pick).map((name, at) => ({name: words(name), kind: kindOf(known, name, at),
     points: few.map((one) => [one.time_seconds, pick(one)[name] || 0])}));
 }
+// where nothing was asked a ratio is what it was, not 0
 function rates(few, known, pick, per) {
-  return namesOf(few, known, pick).map((name, at) => ({name: words(name), kind: kindOf(known, name, at),
-    points: few.slice(1).map((one, before) => {
+  return namesOf(few, known, pick).map((name, at) => {
+    let now = 0;
+    return {name: words(name), kind: kindOf(known, name, at), points: few.slice(1).map((one, before) => {
       const risen = (pick(one)[name] || 0) - (pick(few[before])[name] || 0), over = per(one, few[before]);
-      return [one.time_seconds, over > 0 ? risen / over : 0];
-    })}));
+      if (over > 0) now = risen / over;
+      return [one.time_seconds, now];
+    })};
+  });
 }
 function charts() {
   const few = thinned(), latest = samples[samples.length - 1];
@@ -138,7 +143,8 @@ function charts() {
   const limit = latest ? {name: "limit " + bytes(latest.limit_bytes), value: latest.limit_bytes} : null;
   const found = [
     chart("Shared memory by class", memory, {stacked: true, limit, label: bytes, binary: true}),
-    chart("Hit ratio by tier", rates(few, TIER_KINDS, (one) => one.hit_blocks, asked), {stacked: true, label: percent, top: 1}),
+    chart("Hit ratio by tier", rates(few, TIER_KINDS, (one) => one.hit_blocks, asked), {stacked: true, label: percent, top: 1,
+      empty: NO_LOOKUPS}),
     chart("Bytes moved a second", rates(few, moved, (one) => one.moved_bytes, seconds), {label: bytes, binary: true}),
     chart("Queued copies", gauges(few, {"disk spill": "tight", "disk fetch": "full", "remote spill": "int4", "remote fetch": "host"},
       (one) => one.queues)),
@@ -158,7 +164,8 @@ function bar(share, kind) {
 }
 function table(heads, rows, texts = 1) {
   if (!rows.length) return h("p", {class: "empty"}, "none");
-  const cell = (tag) => (value, at) => h(tag, {class: (at < texts ? "text" : "") + (heads[at] ? "" : " roomy")}, value);
+  const cell = (tag) => (value, at) => h(tag, {class: (at < texts ? "text" : "") + (heads[at] ? "" : " roomy"),
+    "data-head": heads[at]}, value);
   return h("div", {class: "scroll"}, h("table", {}, h("thead", {}, h("tr", {}, heads.map(cell("th")))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell("td")))))));
 }
@@ -166,7 +173,8 @@ function tile(value, name, bad) {
   return h("div", {class: "card tile"}, h("b", {class: bad ? "mark no" : ""}, value), h("span", {}, name));
 }
 function corrupt() {
-  return sum(Object.fromEntries(Object.entries(stats.counts).filter(([name]) => name.startsWith("corrupt_"))));
+  const all = [stats.counts, ...Object.values(stats.tiers).map((one) => one.counts || {})].flatMap(Object.entries);
+  return all.reduce((total, [name, count]) => total + (name.startsWith("corrupt_") ? count : 0), 0);
 }
 function troubles() {
   const found = [];
@@ -188,8 +196,10 @@ function troubles() {
 function tiles() {
   const host = stats.tiers.host, now = hitRatio(60), total = stats.lookups, read = rate((one) => one.moved_bytes.read, 20);
   return h("div", {class: "tiles"},
-    tile(now === null ? "–" : percent(now), "hit ratio, last minute"),
-    tile(total.asked_blocks ? percent(sum(total.hit_blocks) / total.asked_blocks) : "–", "hit ratio since start"),
+    ...(total.asked_blocks
+      ? [tile(now === null ? "no lookups" : percent(now), "hit ratio, last minute"),
+        tile(percent(sum(total.hit_blocks) / total.asked_blocks), "hit ratio since start")]
+      : [tile(NO_LOOKUPS, "hit ratio, last minute"), tile(NO_LOOKUPS, "hit ratio since start")]),
     tile(bytes(host.used_bytes), "of " + bytes(host.capacity_bytes) + " shared memory"),
     tile(total.saved_prefill_seconds ? duration(total.saved_prefill_seconds) : plain(total.reused_tokens),
       total.saved_prefill_seconds ? `of TTFT saved, ${plain(total.reused_tokens)} tokens` : "tokens reused"),
@@ -216,7 +226,7 @@ function misses() {
   const meaning = {never_stored: "never stored here", evicted: "evicted: more memory would help", still_looking: "a lower tier was still looking",
     tier_down: "a lower tier was down"};
   const largest = Math.max(1, ...causes.map((one) => one[1]));
-  if (!causes.length) return h("p", {class: "empty"}, "none");
+  if (!causes.length) return h("p", {class: "empty"}, stats.lookups.asked_blocks ? "none" : NO_LOOKUPS);
   return h("div", {}, causes.map(([cause, blocks]) => h("div", {class: "bar"},
     h("div", {class: "bar-name"}, h("span", {}, meaning[cause] || words(cause)), h("span", {}, plain(blocks) + " blocks")),
     h("div", {class: "track"}, h("span", {class: "piece work", width: (100 * blocks / largest).toFixed(1) + "%"})))));
@@ -224,9 +234,8 @@ function misses() {
 function tenants() {
   const rows = Object.entries(stats.tenants).sort((a, b) => b[1].used_bytes - a[1].used_bytes).slice(0, 30).map(([name, one]) => {
     const hit = one.counts.hit_blocks || 0, asked = hit + (one.counts.missed_blocks || 0);
-    const whole = one.quota_bytes || stats.tiers.host.capacity_bytes;
     return [name || "(unnamed)", bytes(one.used_bytes), one.quota_bytes ? bytes(one.quota_bytes) : "none",
-      bar(whole ? one.used_bytes / whole : 0, "full"), asked ? percent(hit / asked) : "–", plain(one.counts.quota_refused || 0)];
+      one.quota_bytes ? bar(one.used_bytes / one.quota_bytes, "full") : "", asked ? percent(hit / asked) : "–", plain(one.counts.quota_refused || 0)];
   });
   return table(["tenant", "used", "quota", "", "hit ratio", "refused"], rows);
 }
@@ -235,6 +244,11 @@ function prefixes() {
   return table(["root", "first block", "tenant", "lookups", "blocks reused", "longest", "last"], stats.prefixes.slice(0, 12).map((one) =>
     [h("code", {}, one.root), h("code", {}, one.block), one.tenant || "(unnamed)", plain(one.lookups), plain(one.hit_blocks),
       plain(one.longest_tokens) + " tokens", now - one.last_seconds < 1 ? "now" : duration(now - one.last_seconds) + " ago"]), 3);
+}
+function pins() {
+  return table(["pin", "domain", "root", "first block", "copies", "bytes", "time left"], stats.pins.map((one) =>
+    [one.name, one.domain || "own", h("code", {}, one.root), h("code", {}, one.block), plain(one.copies),
+      bytes(one.pinned_bytes), duration(one.seconds_left)]), 4);
 }
 function clients() {
   return table(["client", "process", "user", "requests", "refused", "reading", "writing", "pinned", "prefill"], stats.clients.slice(0, 64).map((one) =>
@@ -273,10 +287,10 @@ function render() {
   app.replaceChildren(header(), troubles(), tiles(),
     h("h2", {}, "Tiers"), h("div", {class: "card", id: "tiers"}, tiers()),
     h("h2", {}, "Over time"), charts(),
-    h("div", {class: "grid wide"},
-      h("section", {}, h("h2", {}, "Misses by cause"), h("div", {class: "card", id: "misses"}, misses())),
-      h("section", {}, h("h2", {}, "Tenants and quotas"), h("div", {class: "card", id: "tenants"}, tenants()))),
+    h("h2", {}, "Misses by cause"), h("div", {class: "card", id: "misses"}, misses()),
+    h("h2", {}, "Tenants and quotas"), h("div", {class: "card", id: "tenants"}, tenants()),
     h("h2", {}, "Prefixes that are used again"), h("div", {class: "card", id: "prefixes"}, prefixes()),
+    h("h2", {}, "Pinned by operators"), h("div", {class: "card", id: "pins"}, pins()),
     h("h2", {}, "Clients"), h("div", {class: "card", id: "clients"}, clients()));
   [...app.querySelectorAll(".scroll")].forEach((one, at) => { one.scrollLeft = scrolled[at] || 0; });
 }

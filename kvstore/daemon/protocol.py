@@ -30,6 +30,11 @@ MOST_FORM_BYTES = 1 << 20
 """Codec parameters in these, together."""
 MOST_FDS = 64
 """Descriptors that go with one answer."""
+MOST_LOOKED_FORMS = 64
+MISSED, NOT_ASKED, HERE = 0, 1, 2
+"""Outcomes of a block in Looked: HERE + i names the message's form i."""
+MOST_BLOCKS = 1 << 24
+"""Of one prompt: what statistics are told is bounded too."""
 
 _Index: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -58,7 +63,7 @@ class Cause(IntEnum):
     PINS = 11  # unpin of what was not pinned
     STOPPING = 12  # the daemon drains
     LOWER = 13  # a lower tier could not do what was asked
-    PACE = 14  # this process has connected too often in a short time, or was cut off for what it sent
+    PACE = 14  # asked for much more than its part of the rate; seq 0: connected too often, or was cut off
 
 
 class Place(IntEnum):
@@ -230,10 +235,39 @@ class Epoch(Request, tag=21, frozen=True):
     rising: bool
 
 
+class Looked(Request, tag=22, frozen=True):
+    """What became of the lookup of a prompt, once a request and whatever was asked before; a long prompt in several
+    messages, in order. For statistics alone. No answer.
+
+    form: in which a block is asked for first. prompt: hash of the first block. first: place in the prompt of the first
+    of `hashes`. outcomes, a byte a hash - 0: nobody has it; 1: not asked of the daemon, since the client's own memory
+    or another tier of it has the block, or nothing reads it; 2 + i: here, in the form forms[i]. tokens: of the whole
+    prompt. covered_blocks: so many blocks before, which nothing reads, stand or fall with those that are here (a
+    window's). is_counted: the lookup counts with this one of its messages.
+    """
+
+    form: _Index
+    prompt: _Hash
+    first: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
+    hashes: _Hashes
+    outcomes: Annotated[bytes, Meta(max_length=PAGE_HASHES)]
+    forms: Annotated[list[_Index], Meta(max_length=MOST_LOOKED_FORMS)]
+    tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    covered_blocks: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)] = 0
+    is_counted: bool = True
+
+
+class Reused(Request, tag=23, frozen=True):
+    """So many blocks of a prompt need not be computed for what was read here, once a request. No answer."""
+
+    form: _Index
+    blocks: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
+
+
 class Speed(Request, tag=30, frozen=True):
     """How fast this client computes tokens that it does not find: for what the daemon says of time saved. No answer."""
 
-    prefill_tokens_per_second: Annotated[float, Meta(gt=0, le=1e9)]
+    prefill_tokens_per_second: Annotated[float, Meta(ge=0.01, le=1e9)]
 
 
 AnyRequest: TypeAlias = (
@@ -258,6 +292,8 @@ AnyRequest: TypeAlias = (
     | Goodbye
     | Disown
     | Epoch
+    | Looked
+    | Reused
     | Speed
 )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from kvstore.daemon.segments import SegmentMemory
 
 
+_NICE = 10  # where pages lie anywhere, the system works for them as long as it copies the bytes they will hold
+_LOG = logging.getLogger(__name__)
+_AGAIN_SECONDS = 60.0  # until memory that the system refused is asked for again
 MAKING_SECONDS = 0.1
 """Longest wait of a store for the last of the memory."""
 
@@ -22,24 +29,29 @@ MAKING_SECONDS = 0.1
 class SegmentPool:
     """The daemon's memory budget in segments; every arena takes from it. Numbers are never used twice.
 
-    make: what makes one segment's memory; CapacityError from it lowers the budget to what there is. forget: is told
-    of memory that is given back for good.
+    make: what makes one segment's memory, at leisure or not; the system's refusal lowers the budget to what there is,
+    until one more is to be had: the thread that prepares tries once in again_seconds.
+    forget: is told of memory that is given back for good.
     """
 
     def __init__(
         self,
         budget_bytes: int,
         segment_bytes: int,
-        make: Callable[[int], SegmentMemory],
+        make: Callable[[int, bool], SegmentMemory],
         forget: Callable[[SegmentMemory], None] | None = None,
+        again_seconds: float = _AGAIN_SECONDS,
     ) -> None:
         self.segment_bytes = segment_bytes
-        self.limit = budget_bytes // segment_bytes
+        self.wanted = self.limit = budget_bytes // segment_bytes
         self.made = 0
         self._stopped = False
         self.making = 0  # of these, not there yet
         self.ready: deque[SegmentMemory] = deque()
+        self.counts: Counter[str] = Counter()  # why memory could not be made
         self._make, self._forget = make, forget
+        self._again_seconds, self._again_at = again_seconds, 0.0
+        self._is_trying_again = False
         self._next_number = 1
 
     def take(self) -> ArenaSegment | None:
@@ -79,19 +91,24 @@ class SegmentPool:
     @property
     def is_making_last(self) -> bool:
         """Nothing is left of the budget but what is on its way. Under the lock."""
-        return self.making > 0 and self.made >= self.limit
+        return self.making > self._is_trying_again and self.made >= self.limit
 
     @property
     def is_short(self) -> bool:
         """None is ready, and the budget has room for one."""
         return not self.ready and self.made < self.limit
 
-    def make(self) -> SegmentMemory | None:
-        """The memory claimed; None when the system has none. Takes milliseconds: needs no lock."""
+    def make(self, *, at_leisure: bool = False) -> SegmentMemory | None:
+        """The memory claimed; None when the system has none. Takes milliseconds, at leisure perhaps longer: needs no
+        lock."""
         try:
-            return self._make(self.segment_bytes)
+            return self._make(self.segment_bytes, at_leisure)
         except CapacityError:
-            return None
+            self.counts["segments_failed_room"] += 1
+        except (OSError, MemoryError) as error:  # the system's other refusals: a file's greatest length, no permission
+            self.counts[f"segments_failed_{getattr(error, 'errno', None) or 'memory'}"] += 1
+            _LOG.exception("kvstore: shared memory could not be made")
+        return None
 
     def finish_make(self, memory: SegmentMemory | None) -> None:
         """Under the lock. What the system has is the budget from then on."""
@@ -99,8 +116,17 @@ class SegmentPool:
         if memory is None:
             self.made -= 1
             self.limit = self.made
+            self._again_at = time.monotonic() + self._again_seconds
         else:
             self.ready.append(memory)
+
+    def _begin_again(self) -> bool:
+        """Claim one that the system has refused, beyond the budget as it is: no store waits for it. Under the lock."""
+        if self.limit >= self.wanted or time.monotonic() < self._again_at:
+            return False
+        self.limit += 1
+        self._is_trying_again = True
+        return self.begin_make()
 
     def renew(self, segment: ArenaSegment) -> None:
         """A segment that left one domain: its memory goes, and the budget has room for a fresh one."""
@@ -118,13 +144,18 @@ class SegmentPool:
         return thread
 
     def _prepare(self, made: threading.Condition, wake: threading.Event, all_of_it: bool) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        for memory in list(self.ready):  # made in a hurry
+            memory.gather()
         while not self._stopped:
             with made:
-                may = (all_of_it or len(self.ready) < 1) and self.begin_make()
+                may = (all_of_it or len(self.ready) < 1) and (self.begin_make() or self._begin_again())
             if may:
-                memory = self.make()
+                made_one = self.make(at_leisure=True)
                 with made:
-                    self.finish_make(memory)
+                    self.finish_make(made_one)
+                    self._is_trying_again = False
                     made.notify_all()
                 continue
             wake.wait(0.5)

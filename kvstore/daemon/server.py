@@ -25,7 +25,9 @@ from kvstore.daemon.core import Core
 from kvstore.daemon.door import Door
 from kvstore.daemon.forms import KnownForms
 from kvstore.daemon.handover import Handover
+from kvstore.daemon.pace import Pace
 from kvstore.daemon.protocol import Cause
+from kvstore.daemon.recording import from_environment as recording_from
 from kvstore.daemon.session import Session, close_heard, has_died
 from kvstore.daemon.settings import DaemonSettings
 from kvstore.daemon.socket_lock import locked_directory
@@ -41,7 +43,6 @@ _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
 _SHORT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _BACKLOG = 128
 _SHARE_SECONDS = 0.1  # until who asks much has no more of the rate than its part
-_BUSY_REQUESTS = 10  # in that time
 _TICK_SECONDS = 0.05
 _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES
 
@@ -68,7 +69,7 @@ class Daemon:
         self._sessions_lock = threading.Lock()
         self._by_uid: Counter[int] = Counter()
         self._door = Door()
-        self._shares: dict[Session, int] = {}
+        self._pace = Pace(settings.requests_per_second)
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._feed: EventFeed | None = None
@@ -96,6 +97,7 @@ class Daemon:
             listener.close()
             raise TierError(f"socket {self.path}: cannot be made ({error.strerror})") from error
         self._listener = listener
+        self.core.recording = recording_from(os.environ)
         self._feed = event_feed(self.core, self.settings)
         for work in (self._accept, self._watch):
             thread = threading.Thread(target=work, name=f"kvstore-{work.__name__.strip('_')}", daemon=True)
@@ -121,15 +123,20 @@ class Daemon:
             thread.join(5.0)
         if self._feed is not None:
             self._feed.close()
+        if self.core.recording is not None:
+            self.core.recording.close()
         drained = self.core.close(self.settings.drain_seconds if drain_seconds is None else drain_seconds)
         os.close(self._lock_fd)
         return drained
 
     def stats(self) -> dict[str, Any]:
-        """A snapshot for dashboards: tiers, arenas, clients, leases, tenants, counts. Plain values only."""
+        """A snapshot for dashboards: tiers, arenas, clients, leases, pins, tenants, counts. Plain values only."""
         with self._sessions_lock:
             sessions = list(self._sessions)
-        return snapshot(self.core, sessions) | {
+        found, pins = snapshot(self.core, sessions), self.admin.pins()
+        found["leases"]["pinned_copies"] += sum(one["copies"] for one in pins)
+        return found | {
+            "pins": pins,
             "ready": self.is_ready,
             "uptime_seconds": time.monotonic() - self.started_seconds,
         }
@@ -166,7 +173,7 @@ class Daemon:
                 close_heard(sock)
                 return
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LISTEN_BUFFER_BYTES)
-            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), self._sharers)
+            session = Session(self.core, sock, uid, pid, _pid_fd(sock, pid), self._pace)
         except OSError as error:
             self._count(f"accept_failed_{error.errno}")
             sock.close()
@@ -175,7 +182,12 @@ class Daemon:
         with self._sessions_lock:
             self._sessions[session] = thread
             self._by_uid[uid] += 1
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads for us
+            self._count("accept_failed_thread")
+            self._forget(session)
+            session.end()
 
     def _why_not(self, uid: int, pid: int) -> Cause | None:
         if not self.settings.may_connect(uid):
@@ -194,16 +206,19 @@ class Daemon:
         finally:
             if session.was_cut_off:
                 self._door.punish(session.pid)
-            with self._sessions_lock:
-                self._sessions.pop(session, None)
-                self._by_uid[session.uid] -= 1
-                if not self._by_uid[session.uid]:
-                    del self._by_uid[session.uid]
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        with self._sessions_lock:
+            self._sessions.pop(session, None)
+            self._pace.ended(session)
+            self._by_uid[session.uid] -= 1
+            if not self._by_uid[session.uid]:
+                del self._by_uid[session.uid]
 
     def _watch(self) -> None:
         """Clients that died while another process keeps their socket open, leases whose time is up, shares of rate."""
-        before: dict[Session, float] = {}
-        next_share = 0.0
+        settled = time.monotonic()
         while not self._stopping.wait(_TICK_SECONDS):
             with self._sessions_lock:
                 sessions = list(self._sessions)
@@ -214,28 +229,14 @@ class Daemon:
             self.core.reap(lambda holder: has_died(holder.pid_fd))
             self.core.tick()
             self.admin.tick()
-            if time.monotonic() >= next_share:
-                next_share = time.monotonic() + _SHARE_SECONDS
-                self._shares = shares([one for one in sessions if one.spent - before.get(one, 0) > _BUSY_REQUESTS])
-                before = {one: one.spent for one in sessions}
-
-    def _sharers(self, session: Session) -> int:
-        """Of which part of the request rate this one may have: as one more where it was not busy until now."""
-        found = self._shares
-        return found.get(session) or 1 + max(found.values(), default=0)
+            now = time.monotonic()
+            if now >= settled + _SHARE_SECONDS:
+                self._pace.settle(sessions, now - settled)
+                settled = now
 
     def _count(self, cause: str) -> None:
         with self.core.lock:
             self.core.counts[cause] += 1
-
-
-def shares(busy: Sequence[Session]) -> dict[Session, int]:
-    """What part of the request rate each has, as its divisor: users share alike, then the processes of a user, then the
-    connections of a process. So who opens many connections gains nothing by it."""
-    uids = {one.uid for one in busy}
-    processes = Counter(uid for uid, _ in {(one.uid, one.pid) for one in busy})
-    connections = Counter((one.uid, one.pid) for one in busy)
-    return {one: len(uids) * processes[one.uid] * connections[one.uid, one.pid] for one in busy}
 
 
 def event_feed(core: Core, settings: DaemonSettings) -> EventFeed | None:

@@ -21,22 +21,26 @@ import msgspec
 
 from allocator.errors import TierError, UsageError
 from kvstore.copy_key import CopyKey
-from kvstore.daemon import dropping, protocol
+from kvstore.daemon import dropping, outcomes, protocol
 from kvstore.daemon.core import Core, RefusedError
 from kvstore.daemon.forms import Form
-from kvstore.daemon.protocol import Cause, split_hashes
+from kvstore.daemon.protocol import Cause, Place, split_hashes
 
 if TYPE_CHECKING:
     from kvstore.daemon.holder import Holder
+    from kvstore.daemon.pace import Pace
 
 HELLO_SECONDS = 1.0
 SEND_SECONDS = 1.0
 _BURST_SECONDS = 0.25  # of the rate that one connection may take at once
-_MOST_DEBT_SECONDS = 0.1  # of the rate: no request waits longer, well within what clients wait for an answer
+_LONGEST_WAIT_SECONDS = 0.1  # well within what clients wait for an answer
+_REFUSED_DEBT_SECONDS, _MOST_DEBT_SECONDS = 1.0, 2.0  # of the rate
 _LEAST_RATE = 200
 _REQUEST_SECONDS = 5e-6  # of processor time: what takes longer counts as so many requests
 _REFUSAL_REQUESTS = 20  # counts as so many: who is refused should ask less often
-_SHORT_BYTES = 1024  # a lookup up to here counts as one
+_MISS_REQUESTS = 2  # the same for each copy asked for that is not there: who looks up first asks for few of these
+_DYING_SECONDS = 0.02  # a process closes its sockets a little before it is dead
+_SHORT_BYTES = 1024  # a lookup up to here counts as one, in shared memory alone
 
 
 def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
@@ -45,11 +49,9 @@ def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
 
 
 class Session:
-    """See the module. uid, pid: the peer's, from the kernel; others: among how many the request rate is shared."""
+    """See the module. uid, pid: the peer's, from the kernel; pace: how much it may ask."""
 
-    def __init__(
-        self, core: Core, sock: socket.socket, uid: int, pid: int, pid_fd: int, others: Callable[[Session], int]
-    ) -> None:
+    def __init__(self, core: Core, sock: socket.socket, uid: int, pid: int, pid_fd: int, pace: Pace) -> None:
         self.uid, self.pid = uid, pid
         self.request_count = 0
         self.refused_count = 0
@@ -59,7 +61,7 @@ class Session:
         self._core = core
         self._sock = sock
         self._pid_fd = pid_fd
-        self._others = others
+        self._pace = pace
         self._forms: dict[int, Form] = {}
         self._form_bytes = 0
         self._said_goodbye = False
@@ -80,13 +82,13 @@ class Session:
             buffer = memoryview(bytearray(protocol.LONGEST_BYTES + 1))
             if self._hello(sock.recv_into(buffer), buffer):
                 set_timeout(sock, socket.SO_RCVTIMEO, 0)
-                while self._one(sock.recv_into(buffer), buffer):
+                while self._next(sock.recv_into(buffer), buffer):
                     pass
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
                 self._count("refused_slow")
         finally:
-            self._end()
+            self.end()
 
     def interrupt(self) -> None:
         """End it from another thread."""
@@ -121,15 +123,26 @@ class Session:
         socket.send_fds(self._sock, [protocol.encode(welcome)], [page, *core.tell_tales.read_fds])
         return True
 
+    def _next(self, length: int, buffer: memoryview) -> bool:
+        """One message; False ends the connection. What a long one costs, to be read and answered too, counts against
+        the rate, so that few of these are no cheaper than many short ones."""
+        if length <= _SHORT_BYTES:
+            return self._one(length, buffer)
+        started = time.thread_time()
+        try:
+            return self._one(length, buffer)
+        finally:
+            self._charge((time.thread_time() - started) / _REQUEST_SECONDS)
+
     def _one(self, length: int, buffer: memoryview) -> bool:
-        """One message; False ends the connection."""
         message = self._decoded(length, buffer)
         if message is None:
             return False
         self.request_count += 1
         self._tokens -= 1
-        if self._tokens < 0:
-            self._wait_for_tokens()
+        if self._tokens < 0 and not self._has_time(message):
+            self._refuse(message.seq, RefusedError(Cause.PACE, "asked for more than its part, for long"))
+            return True
         handler = _HANDLERS.get(type(message))
         if handler is None:
             if isinstance(message, protocol.Goodbye):
@@ -138,8 +151,8 @@ class Session:
                 self._refuse(message.seq, RefusedError(Cause.EARLY, "a second Hello", is_fatal=True))
             return False
         try:
-            is_short = length <= _SHORT_BYTES and isinstance(message, protocol.Run)
-            answer = handler(self, message) if is_short else self._charged(handler, message)
+            is_charged = length > _SHORT_BYTES or (isinstance(message, protocol.Run) and not self._core.lowers)
+            answer = handler(self, message) if is_charged else self._charged(handler, message)
         except RefusedError as refused:
             self._refuse(message.seq, refused)
             return not refused.is_fatal
@@ -151,14 +164,17 @@ class Session:
         return True
 
     def _charged(self, handler: _Handler, message: protocol.Request) -> Any:
-        """What it costs counts against the rate, so that few long requests are no cheaper than many short ones."""
+        """The same for a short one. A lookup has been paid for as a request, but for what tiers below make of it."""
         started = time.thread_time()
         try:
             return handler(self, message)
         finally:
-            cost = (time.thread_time() - started) / _REQUEST_SECONDS
-            self._costs += cost
-            self._tokens -= cost
+            requests = (time.thread_time() - started) / _REQUEST_SECONDS
+            self._charge(max(0.0, requests - 1) if isinstance(message, protocol.Run) else requests)
+
+    def _charge(self, requests: float) -> None:
+        self._costs += requests
+        self._tokens -= requests
 
     def _decoded(self, length: int, buffer: memoryview) -> Any:
         """The message, or None when there is none (the end) or it cannot be one (counted)."""
@@ -180,8 +196,8 @@ class Session:
 
     def _refuse(self, seq: int, refused: RefusedError) -> None:
         self.refused_count += 1
-        self._costs += _REFUSAL_REQUESTS
-        self._tokens -= _REFUSAL_REQUESTS
+        if refused.cause not in (Cause.LOWER, Cause.PACE):  # nobody's fault up here; has waited for it
+            self._charge(_REFUSAL_REQUESTS)
         self.was_cut_off |= refused.is_fatal
         self._count(f"refused_{refused.cause.name.lower()}")
         self._send(protocol.Refused(seq, refused.cause, refused.message))
@@ -190,22 +206,31 @@ class Session:
         with self._core.lock:
             self._core.counts[cause] += 1
 
-    def _wait_for_tokens(self) -> None:
-        """This connection's part of the request rate is used up: its next request waits."""
+    def _has_time(self, message: protocol.Request) -> bool:
+        """This connection's part of the request rate is used up: its next request waits a little; one that has asked
+        for much more, and asks on, is told so."""
         now = time.monotonic()
-        rate = max(_LEAST_RATE, self._core.settings.requests_per_second / max(1, self._others(self)))
-        burst = rate * _BURST_SECONDS
-        self._tokens = max(-rate * _MOST_DEBT_SECONDS, min(burst, self._tokens + (now - self._refilled) * rate))
+        rate, may_borrow = self._pace.rate(self)
+        rate = max(_LEAST_RATE, rate)
+        gained = (now - self._refilled) * rate
+        self._tokens = max(-rate * _MOST_DEBT_SECONDS, min(rate * _BURST_SECONDS, self._tokens + gained))
         self._refilled = now
-        if self._tokens < 0:
-            self._count("throttled")
-            time.sleep(-self._tokens / rate + 0.002)
+        if self._tokens < 0 and may_borrow:
+            self._tokens += self._pace.borrow(-self._tokens)
+        if self._tokens >= 0:
+            return True
+        self._count("throttled")
+        owed_seconds = -self._tokens / rate
+        time.sleep(min(owed_seconds + 0.002, _LONGEST_WAIT_SECONDS))
+        return owed_seconds < _REFUSED_DEBT_SECONDS or type(message) not in _ASKING
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Nothing more is served."""
         try:
             if self.holder is not None:
                 holder = self.holder
-                self._core.leave(holder, is_dead=self._said_goodbye or not holder.segments or has_died(holder.pid_fd))
+                is_over = self._said_goodbye or not holder.segments
+                self._core.leave(holder, is_dead=is_over or has_died(holder.pid_fd, _DYING_SECONDS))
         finally:
             close_heard(self._sock)
             if self._pid_fd >= 0:
@@ -258,8 +283,9 @@ class Session:
 
     def _acquire(self, message: protocol.Acquire) -> protocol.Answer:
         holder, form = self._named(message.form)
-        found = self._core.acquire(holder, form, self._hashes(message.hashes), message.payload_bytes)
-        return protocol.Places(message.seq, *found)
+        lease, places = self._core.acquire(holder, form, self._hashes(message.hashes), message.payload_bytes)
+        self._charge(_MISS_REQUESTS * places[:: protocol.PLACE.size].count(Place.MISS))
+        return protocol.Places(message.seq, lease, places)
 
     def _release(self, message: protocol.Release) -> None:
         self._count_stale(self._core.release(self._own, message.leases))
@@ -323,7 +349,17 @@ class Session:
         return protocol.Count(message.seq, int(self._core.disown(self._own, message.token)))
 
     def _speed(self, message: protocol.Speed) -> None:
-        self._own.prefill_tokens_per_second = message.prefill_tokens_per_second
+        self._core.tally.told_speed(self._own, message.prefill_tokens_per_second)
+
+    def _looked(self, message: protocol.Looked) -> None:
+        holder, form = self._named(message.form)
+        hashes, forms = self._hashes(message.hashes), [self._named(number)[1] for number in message.forms]
+        if len(message.outcomes) != len(hashes) or max(message.outcomes, default=0) >= protocol.HERE + len(forms):
+            raise RefusedError(Cause.GARBAGE, "outcomes: expected one a hash, and none beyond the forms", is_fatal=True)
+        outcomes.note(self._core, holder, form, forms, message, hashes)
+
+    def _reused(self, message: protocol.Reused) -> None:
+        self._core.tally.reused(*self._named(message.form), message.blocks)
 
     def _epoch(self, message: protocol.Epoch) -> protocol.Answer:
         epoch = self._core.epochs.of(self._core.settings.domain_of(self.uid))
@@ -356,10 +392,18 @@ _HANDLERS: dict[type[protocol.Request], _Handler] = {
     protocol.Return: Session._return,
     protocol.Ping: Session._ping,
     protocol.Disown: Session._disown,
+    protocol.Looked: Session._looked,
+    protocol.Reused: Session._reused,
     protocol.Speed: Session._speed,
     protocol.Epoch: Session._epoch,
 }
 """Of the class: a session that held methods of its own would be a cycle, and wait for the collector."""
+_ASKING = {
+    *(protocol.Run, protocol.Contains, protocol.Acquire, protocol.Reserve),
+    *(protocol.Touch, protocol.Delete, protocol.Pin, protocol.Suspect),
+    *(protocol.Looked, protocol.Reused),
+}
+"""What may be refused to who asks too much: the rest gives something back."""
 
 
 def _unread_bytes(sock: socket.socket) -> int:
@@ -368,7 +412,7 @@ def _unread_bytes(sock: socket.socket) -> int:
     return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
-def has_died(pid_fd: int) -> bool:
+def has_died(pid_fd: int, wait_seconds: float = 0.0) -> bool:
     """Whether the process is gone; where it cannot be known (-1), its connection's end is taken for its own."""
     if pid_fd < 0:
         return True
@@ -376,7 +420,7 @@ def has_died(pid_fd: int) -> bool:
 
     poller = select.poll()
     poller.register(pid_fd, select.POLLIN)
-    return bool(poller.poll(20))
+    return bool(poller.poll(1000 * wait_seconds))
 
 
 def close_heard(sock: socket.socket) -> None:

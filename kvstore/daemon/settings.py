@@ -6,10 +6,13 @@ The table [daemon] (and KVSTORE_DAEMON_<KEY>) says what only a daemon has. Pure 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,17 @@ from kvstore.config import (
 from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
 from kvstore.daemon.segments import PAGE_BYTES
 from kvstore.http_access import is_loopback, read_address
+from kvstore.redis_tier.url import parse_redis_url
 
 TOML_TABLE = "daemon"
-_MOST_SEGMENTS = 192  # each costs a client two descriptors
+MOST_SEGMENTS = 16384
+"""So many one answer can name."""
+_WANTED_SEGMENTS = 192  # chosen; each costs every client a mapping
 _LEAST_SEGMENTS = 16  # wanted: fewer make changes of size and holder coarse
 _SEGMENT_BYTES = 32 << 20
 _HUGE_BYTES = 2 << 20
 _UID_TEXT = "user ids, as a list or as text '1000, 1001'"
+_LEAST_DISK_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -55,27 +62,57 @@ def _uids(value: Any) -> tuple[int, ...]:
     return tuple(_whole(0, (1 << 32) - 2)(one) for one in value)
 
 
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    """A table, or what to_mapping makes of one, or the inside of an inline one (the environment)."""
+    if isinstance(value, str):
+        try:
+            value = tomllib.loads(f"table = {{ {value} }}")["table"]
+        except tomllib.TOMLDecodeError as error:
+            raise _RefusedError(f"{value!r}, which is no TOML ({error})") from None
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in pairs):
+        raise _RefusedError
+    return [(name, said) for name, said in pairs]
+
+
+OWN_DOMAIN = "own"
+"""What figures call the domain of the daemon's own user, whose name is empty."""
+
+
 def _domains(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | tuple | list):
-        raise _RefusedError
-    found = tuple((name, _uids(uids)) for name, uids in pairs)
-    uids = [uid for _, some in found for uid in some]
-    if len(set(uids)) < len(uids) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name, _ in found):
-        raise _RefusedError
-    return found
+    found: dict[str, tuple[int, ...]] = {}
+    domain_of: dict[int, str] = {}
+    for name, uids in _pairs(value):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise _RefusedError(f"the name {name!r}, which is not 1 to 64 letters, digits and '_.-'")
+        if name == OWN_DOMAIN:
+            raise _RefusedError(f"the name {name!r}, which is what the daemon's own user's is called")
+        with _blamed(name, uids):
+            found[name] = _uids(uids)
+        for uid in found[name]:
+            if uid in domain_of:
+                raise _RefusedError(f"user id {uid} in {domain_of[uid]!r} and in {name!r}")
+            domain_of[uid] = name
+    return tuple(found.items())
 
 
 def _quotas(value: Any) -> tuple[tuple[str, int], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | tuple | list):
-        raise _RefusedError
-    found = tuple((name, _size(quota)) for name, quota in pairs)
-    if not all(
-        isinstance(name, str) and len(name) <= 64 and name.isascii() and name.isprintable() for name, _ in found
-    ):
-        raise _RefusedError
-    return found
+    found: dict[str, int] = {}
+    for name, quota in _pairs(value):
+        if not isinstance(name, str) or not (len(name) <= 64 and name.isascii() and name.isprintable()):
+            raise _RefusedError(f"the name {name!r}, which is not up to 64 printable ASCII characters")
+        with _blamed(name, quota):
+            found[name] = _size(quota)
+    return tuple(found.items())
+
+
+@contextmanager
+def _blamed(name: str, value: Any) -> Iterator[None]:
+    """The row of a table that is refused is named."""
+    try:
+        yield
+    except _RefusedError:
+        raise _RefusedError(f"{name} = {value!r}") from None
 
 
 def _http(value: Any) -> str:
@@ -86,9 +123,22 @@ def _http(value: Any) -> str:
 
 
 def default_socket_path() -> str:
-    """In the user's runtime directory, or /run for root."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else f"/tmp/kvstore-{os.geteuid()}")
+    """In the user's runtime directory, or /run for root, else in a directory below /tmp that is made here: whoever was
+    there first would be taken for the daemon. ConfigError where that was somebody else."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else _own(f"/tmp/kvstore-{os.geteuid()}"))
     return os.path.join(base, "kvstore", "daemon.sock")
+
+
+def _own(directory: str) -> str:
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(directory, 0o711)  # others may have to pass: what is in it decides who may connect
+        found = os.lstat(directory)
+    except OSError as error:
+        raise ConfigError(f"socket_path: {directory} cannot be made ({error.strerror}); expected a path") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(f"socket_path: {directory} is not this user's alone; expected a path that is")
+    return directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +156,9 @@ class DaemonSettings:
     domains: tuple[tuple[str, tuple[int, ...]], ...] = _key(
         (), "names, each with the user ids that trust each other", _domains
     )
-    """Users that share an arena; every other user has one of their own."""
+    """Users that share an arena; every other user has one of their own. Environment: 'team = [1001, 1002]'."""
     quotas: tuple[tuple[str, int], ...] = _key((), "names of tenants, each with a byte count", _quotas)
-    """Most bytes of a tenant's copies in the arena."""
+    """Most bytes of a tenant's copies in the arena. Environment: 'alice = "4 GiB", bob = "1 GiB"'."""
     lease_seconds: float = _key(10.0, "a number in (0, 3600]", _real(0, 3600, above=True))
     """Life of a read lease; a reader that is slower finds out by the checksum."""
     write_lease_seconds: float = _key(10.0, "a number in (0, 3600]", _real(0, 3600, above=True))
@@ -152,13 +202,20 @@ class DaemonSettings:
             raise ConfigError(f"socket_path: got {len(self.socket_path)} characters; expected at most 100")
         if self.store.host_bytes < PAGE_BYTES:
             raise ConfigError(f"host_bytes: got {self.store.host_bytes}; expected at least {PAGE_BYTES} for a daemon")
+        if self.store.disk_path and self.store.disk_bytes < _LEAST_DISK_BYTES:
+            raise ConfigError(f"disk_bytes: got {self.store.disk_bytes}; expected at least {_LEAST_DISK_BYTES}")
+        if self.store.redis_url:
+            parse_redis_url(self.store.redis_url)
         object.__setattr__(self, "segment_bytes", self.segment_bytes or _chosen_segment(self.store.host_bytes))
         if self.segment_bytes % PAGE_BYTES or not 0 < self.segment_bytes <= self.store.host_bytes:
             raise ConfigError(
                 f"segment_bytes: got {self.segment_bytes}; expected a multiple of {PAGE_BYTES} up to host_bytes "
                 f"({self.store.host_bytes})"
             )
-
+        if self.store.host_bytes // self.segment_bytes > MOST_SEGMENTS:
+            raise ConfigError(
+                f"segment_bytes: got {self.segment_bytes} of {self.store.host_bytes}; expected at most {MOST_SEGMENTS}"
+            )
         if self.http_address is not None and not is_loopback(self.http_address[0]) and not self.http_token:
             raise ConfigError(f"http: got {self.http!r}, which is not this machine alone; expected http_token with it")
 
@@ -216,7 +273,7 @@ class DaemonSettings:
                 store = replace(store, **{name: value})
         for name in given:
             if name not in own:
-                raise ConfigError(f"daemon settings: unknown key {name!r}; expected one of {', '.join(sorted(own))}")
+                raise ConfigError(_unknown(name, own, path, named))
         return cls(store=store, **given)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -234,20 +291,51 @@ class DaemonSettings:
         return own | {name: getattr(self.store, name) for name in kept} | {"redis": bool(self.store.redis_url)}
 
 
+def _unknown(name: str, own: set[str], path: str | Path | None, named: Mapping[str, Any]) -> str:
+    """Says where the key stands, and which one is near."""
+    prefix = ENV_PREFIX if name in named else ""
+    where = f"environment, {prefix}{name.upper()}" if prefix else f"{path}{_line_of(name, path)}, [{TOML_TABLE}]"
+    near = difflib.get_close_matches(name, own, n=1)
+    shown = f"{prefix}{near[0].upper()}" if prefix and near else repr(near[0]) if near else ""
+    hint = f"did you mean {shown}? Expected" if near else "expected"
+    return f"{where}: unknown key {name!r}; {hint} one of {', '.join(sorted(own))}"
+
+
+def _line_of(name: str, path: str | Path | None) -> str:
+    """The line as ":3", for a key of [daemon] that is written as people write it."""
+    table = ""
+    for number, line in enumerate(Path(path or "").read_text(encoding="utf-8").splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([^\]]*?)\s*\]", line):
+            table = header[1]
+        is_row = table == TOML_TABLE and re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*[.=]", line)
+        if is_row or table == f"{TOML_TABLE}.{name}":
+            return f":{number}"
+    return ""
+
+
 def _chosen_segment(host_bytes: int) -> int:
     """32 MiB, more where there would be too many, fewer where the budget is small."""
     unit = _HUGE_BYTES if host_bytes >= _LEAST_SEGMENTS * _HUGE_BYTES else PAGE_BYTES
-    size = max(min(_SEGMENT_BYTES, host_bytes // _LEAST_SEGMENTS), host_bytes // _MOST_SEGMENTS)
+    size = max(min(_SEGMENT_BYTES, host_bytes // _LEAST_SEGMENTS), host_bytes // _WANTED_SEGMENTS)
     return max(unit, size // unit * unit)
+
+
+def other_tables(path: str | Path | None) -> list[str]:
+    """What a file has besides: somebody else's, or misspelt."""
+    return [] if path is None else sorted({*_document(path)} - {"kvstore", TOML_TABLE})
+
+
+def _document(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); expected TOML in UTF-8") from error
 
 
 def _daemon_table(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); expected TOML in UTF-8") from error
+    document = _document(path)
     if "kvstore" not in document:
         raise ConfigError(f"{path}: no table [kvstore]; expected it with host_bytes, and [daemon]")
     table = document.get(TOML_TABLE, {})

@@ -38,12 +38,13 @@ def stored_event(entry: ArenaEntry) -> BlockStored:
 class Tenant:
     """Whose copies these are within a domain. quota_bytes 0: no limit of its own."""
 
-    __slots__ = ("counts", "name", "quota_bytes", "used_bytes")
+    __slots__ = ("counts", "name", "quota_bytes", "shelves", "used_bytes")
 
     def __init__(self, name: str, quota_bytes: int = 0) -> None:
         self.name = name
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
+        self.shelves: set[int] = set()  # that hold its copies
         self.counts: Counter[str] = Counter()
 
 
@@ -107,10 +108,10 @@ class ArenaSegment:
 
 
 class ArenaEntry(CopyEntry):
-    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says. is_offered: tiers below
-    have it, or it is on its way there."""
+    """One copy, its slot and its tenant. `form`: of whoever wrote it, so what its frame says. offered: the marks of the
+    tiers below that have it, or to which it is on its way; offered_seconds: since when, by time.monotonic()."""
 
-    __slots__ = ("form", "generation", "is_offered", "offset", "row", "segment", "shelf", "tenant")
+    __slots__ = ("form", "generation", "offered", "offered_seconds", "offset", "row", "segment", "shelf", "tenant")
 
     def __init__(
         self, key: CopyKey, parent: bytes | None, frame_bytes: int, segment: ArenaSegment, offset: int
@@ -120,7 +121,8 @@ class ArenaEntry(CopyEntry):
         self.offset = offset
         self.row = NO_ROW  # in the ledger
         self.generation = 0
-        self.is_offered = False
+        self.offered = 0
+        self.offered_seconds = 0.0
         self.shelf = 0
         self.form: Form
         self.tenant: Tenant

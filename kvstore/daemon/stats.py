@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstore.daemon.settings import OWN_DOMAIN
+from kvstore.daemon.tally import shown_tenant
+
 if TYPE_CHECKING:
     from kvstore.daemon.arena import ArenaIndex
     from kvstore.daemon.core import Core
@@ -23,7 +26,7 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
     Byte counts end in _bytes.
     """
     with core.lock:
-        arenas = {name or "own": _arena(arena) for name, arena in core.arenas.items()}
+        arenas = {name or OWN_DOMAIN: _arena(arena) for name, arena in core.arenas.items()}
         tenants = _tenants(core)
         holders = list(core.holders.values())
         leases = {
@@ -35,7 +38,7 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
             **core.book.counts,
         }
         clients = [_client(one, sessions) for one in holders]
-        counts = dict(core.counts)
+        counts = {**core.counts, **core.pool.counts}
         budget = {
             "limit_bytes": core.pool.limit * core.settings.segment_bytes,
             "reserved_bytes": core.pool.made * core.settings.segment_bytes,
@@ -101,12 +104,13 @@ def _tenants(core: Core) -> dict[str, Any]:
     }
     for arena in core.arenas.values():
         for name, tenant in arena.tenants.items():
+            name = shown_tenant(name, arena.domain)
             one = found.setdefault(name, {"used_bytes": 0, "quota_bytes": tenant.quota_bytes, "counts": {}})
             one["used_bytes"] += tenant.used_bytes
             for cause, amount in tenant.counts.items():
                 one["counts"][cause] = one["counts"].get(cause, 0) + amount
     for name, counts in core.tally.tenants().items():
-        found.setdefault(name, {"used_bytes": 0, "quota_bytes": core.quotas.get(name, 0), "counts": {}})
+        found.setdefault(name, {"used_bytes": 0, "quota_bytes": 0, "counts": {}})
         found[name]["counts"] |= counts
     return found
 

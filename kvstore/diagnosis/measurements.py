@@ -16,6 +16,7 @@ from allocator.errors import ConfigError
 from kvstore.diagnosis.endpoint import Endpoint, Sample
 from kvstore.diagnosis.prompts import Prompts
 
+_LONGEST_SECONDS = 86_400
 _WARM_TOKENS = 64
 _MARGIN_TOKENS = 32
 
@@ -34,10 +35,14 @@ class Probes:
         for name in ("prompt_tokens", "concurrency"):
             if not all(1 <= one <= 1 << 22 for one in getattr(self, name)):
                 raise ConfigError(f"{name}: got {getattr(self, name)}; expected counts above 0")
-        if not self.prompt_tokens or self.answer_tokens < 2 or self.rounds < 1 or self.seconds_limit <= 0:
-            raise ConfigError(
-                f"probes: got {self}; expected a prompt length, answers of 2 tokens or more, a round, some seconds"
-            )
+        if not self.prompt_tokens:
+            raise ConfigError("prompt_tokens: got none; expected at least one length")
+        if not 2 <= self.answer_tokens <= 1 << 22:
+            raise ConfigError(f"answer_tokens: got {self.answer_tokens}; expected answers of 2 tokens or more")
+        if not 1 <= self.rounds <= 1 << 22:
+            raise ConfigError(f"rounds: got {self.rounds}; expected 1 or more")
+        if not 0 < self.seconds_limit <= _LONGEST_SECONDS:  # NaN is neither
+            raise ConfigError(f"seconds: got {self.seconds_limit}; expected a number in (0, {_LONGEST_SECONDS}]")
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ _TICK = struct.Struct("<Q")
 _TABLES = (b"copies", b"values", b"recency", b"meta")
 _META_PAGES = 2
 _READERS = 126
+_LOCK_BYTES = 8192  # of LMDB's lock file for so many readers
 _TRIES = 100
 _COMMIT_BYTES = 256 << 10  # what LMDB writes in one call, at most
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -92,6 +93,8 @@ class DiskCatalog:
 
     def _open(self) -> None:
         try:
+            if not self._settings["readonly"]:
+                self._take_lock_room()
             self._env = lmdb.open(str(self._path), **self._settings)
             self._check_whole()
             self.stale_readers = self._env.reader_check()
@@ -107,6 +110,17 @@ class DiskCatalog:
             self._after_write()
         except lmdb.Error as error:
             raise _translated(error) from error
+
+    def _take_lock_room(self) -> None:
+        """LMDB writes its lock file through a map: without room behind that, the process would end (SIGBUS)."""
+        try:
+            fd = os.open(f"{self._path}-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, _LOCK_BYTES)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CatalogFullError("disk_full", f"{self._path}-lock: {error.strerror}") from error
 
     def _check_whole(self) -> None:
         """Before a page is looked at through the map: damage there could end the process (SIGBUS)."""

@@ -16,6 +16,7 @@ from kvstore.copy_index import CopyEntry, CopyIndex
 from kvstore.copy_key import CopyKey
 from kvstore.disk_tier.catalog import PageAccount, Removal
 from kvstore.disk_tier.layout import (
+    BALLAST_BYTES,
     INLINE_MOST_BYTES,
     PAGE_BYTES,
     VALUE_BYTES,
@@ -25,8 +26,6 @@ from kvstore.disk_tier.layout import (
 )
 from kvstore.disk_tier.slots import Plan, SlotFiles
 
-BALLAST_BYTES = 128 << 10
-"""A file that goes when the file system is full, so that the index can still be written to take copies out."""
 FIXED_BYTES = (64 << 10) + BALLAST_BYTES
 """Kept apart for the ballast, the lock files and the directory itself."""
 LEAST_BYTES = 1 << 20

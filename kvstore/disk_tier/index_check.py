@@ -110,6 +110,8 @@ class _Walk:
             for meta in metas
             if len(meta) == last_at + _LAST.size and _META.unpack_from(meta)[4:6] == (magic, version)
         ]
+        if not usable:
+            raise _DamageError(f"{self._file_bytes} bytes; expected a whole page")
         meta = max(usable, key=lambda meta: meta[last_at + _NUMBER.size :][::-1])  # of the highest transaction
         last, number = _LAST.unpack_from(meta, last_at)
         if transaction is not None and number != transaction:

@@ -21,6 +21,8 @@ INDEX_NAME = "index.lmdb"
 LOCK_NAME = "lock"
 READERS_NAME = "readers"
 BALLAST_NAME = "ballast"
+BALLAST_BYTES = 128 << 10
+"""A file that goes when the file system is full, so that the index can still be written to take copies out."""
 _SLOT_NAME = re.compile(r"slots-([1-9][0-9]{0,15})")
 
 PAGE_BYTES = 4096

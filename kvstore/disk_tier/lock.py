@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import TierError
-from kvstore.disk_tier.layout import LOCK_NAME, READERS_NAME
+from kvstore.disk_tier.layout import BALLAST_BYTES, BALLAST_NAME, LOCK_NAME, READERS_NAME
 
 _MOST_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -47,6 +47,7 @@ class DirectoryLock:
                 f"disk tier {directory}: already open for writing in {who}; expected one writer a directory "
                 "(opening it for inspection is allowed)"
             ) from error
+        _let_ballast_go(directory)
         self.previous = self._read()
         self._pid = os.getpid()
         self._readers_fd = -1
@@ -142,6 +143,14 @@ class InspectionLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _let_ballast_go(directory: Path) -> None:
+    """On a full file system, for what opening writes; the writer takes it again when it can."""
+    room = os.statvfs(directory)
+    if room.f_bavail * room.f_frsize < BALLAST_BYTES:
+        with suppress(OSError):
+            (directory / BALLAST_NAME).unlink()
 
 
 def _boot_id() -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from allocator.errors import TierError
-from kvstore.disk_tier.catalog import CatalogError, DiskCatalog, Removal
+from kvstore.disk_tier.catalog import CatalogError, CatalogFullError, DiskCatalog, Removal
 from kvstore.disk_tier.index import FIXED_BYTES, Batch, DiskEntry, DiskIndex
 from kvstore.disk_tier.layout import (
     INDEX_NAME,
@@ -26,7 +26,7 @@ from kvstore.disk_tier.layout import (
     value_pieces,
 )
 from kvstore.disk_tier.lock import DirectoryLock, InspectionLock
-from kvstore.disk_tier.slots import SlotFiles
+from kvstore.disk_tier.slots import NO_ROOM, SlotFiles
 
 _HASH_AT = 16  # in a frame's header
 _RECORDS_A_COMMIT = 256
@@ -139,14 +139,22 @@ def recover(catalog: DiskCatalog, index: DiskIndex, slots: SlotFiles, directory:
     counts["recovered_orphan_values"] += len(pieces)
     bad += [Removal(b"", generation, count) for generation, (_, count) in pieces.items()]
     bad += [Removal(b"", generation, 0) for generation in recency]
-    for at in range(0, len(bad), _RECORDS_A_COMMIT):
-        catalog.write(removals=bad[at : at + _RECORDS_A_COMMIT])
+    index.pending += bad
     batch = Batch()
     index.shrink(batch)
-    while index.pending:
-        some, index.pending = index.pending[:_RECORDS_A_COMMIT], index.pending[_RECORDS_A_COMMIT:]
-        catalog.write(removals=some)
-    slots.carry_out(batch.plan)
+    try:
+        while index.pending:
+            catalog.write(removals=index.pending[:_RECORDS_A_COMMIT])
+            del index.pending[:_RECORDS_A_COMMIT]
+    except CatalogFullError:  # nothing of it can be found; the first put takes out the rest before it writes a slot
+        counts["recovery_put_off"] += 1
+    try:
+        slots.carry_out(batch.plan)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        slots.undo(batch.plan)  # a full file system cannot even note a hole: the slots stay allocated, and free
+        counts["recovery_put_off"] += 1
 
 
 def _sizes(directory: Path) -> list[int]:

@@ -13,7 +13,7 @@ import errno
 import heapq
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.disk_tier.layout import PAGE_BYTES, slot_file_bytes, slot_file_name
@@ -23,6 +23,7 @@ from quant.native.summed_file import Sums, Write, read_part, read_summed
 _GROW_SLOTS, _GROW_BYTES = 16, 16 << 20
 _KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLOT_OVERHEAD_BYTES = 128  # what a file system may need to remember where a slot lies
 FILE_OVERHEAD_BYTES = 2 * PAGE_BYTES
 
@@ -176,7 +177,7 @@ class SlotFiles:
             os.ftruncate(self._fd(slot_bytes), file.slot_count * slot_bytes)
             file.holes = sorted(set(range(file.slot_count)) - keep)
             for first, count in _runs(file.holes):
-                if not self._punch(slot_bytes, first, count):
+                if not self._punch_at_open(slot_bytes, first, count):
                     file.free, file.holes = file.holes, []
                     break
             freed += max(0, before - self.stored_bytes(slot_bytes))
@@ -218,15 +219,34 @@ class SlotFiles:
         return file.fd
 
     def _probe_holes(self) -> bool:
-        """Whether this file system makes holes; where not, only the ends of files can be given back."""
+        """Whether this file system makes holes; where not, only the ends of files can be given back.
+
+        A full one is asked for a hole beyond the end of an empty file: that needs no room.
+        """
         path = self._directory / "probe"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.pwrite(fd, bytes(2 * PAGE_BYTES), 0)
-            return _make_hole(fd, 0, PAGE_BYTES)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return False
+            raise
+        try:
+            with _without_room():
+                os.pwrite(fd, bytes(2 * PAGE_BYTES), 0)
+            made = False
+            with _without_room():
+                made = _make_hole(fd, 0, PAGE_BYTES)
+            return made
         finally:
             os.close(fd)
             path.unlink(missing_ok=True)
+
+    def _punch_at_open(self, slot_bytes: int, slot: int, count: int) -> bool:
+        """False too where a full file system cannot even note a hole: the slots stay allocated, and free."""
+        made = False
+        with _without_room():
+            made = self._punch(slot_bytes, slot, count)
+        return made
 
     def _punch(self, slot_bytes: int, slot: int, count: int) -> bool:
         return self.can_punch and _make_hole(self._fd(slot_bytes), slot * slot_bytes, count * slot_bytes)
@@ -281,6 +301,16 @@ class SlotFiles:
             return os.pread(self._fd(size), len(expected), slot * size + offset) == expected
         except OSError:
             return False
+
+
+@contextmanager
+def _without_room() -> Iterator[None]:
+    """What a full file system cannot do is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
 
 
 def _make_hole(fd: int, offset: int, length: int) -> bool:

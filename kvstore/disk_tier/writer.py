@@ -22,10 +22,10 @@ from typing import NamedTuple
 from kvstore.compression import Packer
 from kvstore.copy_key import CopyKey
 from kvstore.disk_tier.catalog import Addition, CatalogError, CatalogFullError, DiskCatalog, Removal
-from kvstore.disk_tier.index import BALLAST_BYTES, Batch, DiskEntry, DiskIndex
-from kvstore.disk_tier.layout import BALLAST_NAME, digest_of, record_bytes
+from kvstore.disk_tier.index import Batch, DiskEntry, DiskIndex
+from kvstore.disk_tier.layout import BALLAST_BYTES, BALLAST_NAME, digest_of, record_bytes
 from kvstore.disk_tier.lock import DirectoryLock, InspectionLock
-from kvstore.disk_tier.slots import SlotFiles
+from kvstore.disk_tier.slots import NO_ROOM, SlotFiles
 from kvstore.frame.heads import FrameHead, FrameHeads, signed_head
 from kvstore.frame.specs import SpecSource
 from kvstore.tier import Job, ResultCode, Transfer
@@ -34,7 +34,6 @@ from quant.native.summed_file import write_all_summed
 _RECENCY_A_COMMIT = 256
 _MOST_WAITING_PAGES = 64
 _PAUSES_UNTIL_GROWTH = 10
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG = logging.getLogger(__name__)
 
 
@@ -243,7 +242,7 @@ class DiskWriter:
 
     def _put_failed(self, error: Exception) -> ResultCode:
         """Count it; when room was missing, pause puts and let the oldest go so that there is some afterwards."""
-        full = isinstance(error, CatalogFullError) or (isinstance(error, OSError) and error.errno in _NO_ROOM)
+        full = isinstance(error, CatalogFullError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
         if isinstance(error, CatalogError):
             cause = error.cause
         elif isinstance(error, OSError):

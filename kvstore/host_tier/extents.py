@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from allocator.block_marks import PRIORITY_DEFAULT
+
 if TYPE_CHECKING:
     from kvstore.host_tier.index import HostEntry
 
@@ -26,18 +28,22 @@ def aligned(size_bytes: int) -> int:
 class Extent:
     """A stretch of the arena that holds slots of one size (or, with its neighbours, one large slot)."""
 
-    __slots__ = ("entries", "free_offsets", "index", "newest_tick", "slot_bytes")
+    __slots__ = ("entries", "free_offsets", "index", "newest_rank", "slot_bytes")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.slot_bytes = 0  # 0: unassigned
         self.free_offsets: list[int] = []
         self.entries: set[HostEntry] = set()
-        self.newest_tick = 0
+        self.newest_rank = 0
 
     @property
     def may_be_emptied(self) -> bool:
         return all(entry.is_linked and not entry.is_fenced for entry in self.entries)
+
+    def look_again(self) -> None:
+        """What is highest here may be lower, or gone."""
+        self.newest_rank = max((entry.rank for entry in self.entries), default=0)
 
 
 class HostExtents:
@@ -86,6 +92,8 @@ class HostExtents:
         for extent in entry.extents:
             extent.entries.remove(entry)
             if extent.entries:
+                if entry.priority > PRIORITY_DEFAULT:
+                    extent.look_again()
                 extent.free_offsets.append(entry.offset)
                 self._open.setdefault(extent.slot_bytes, {})[extent.index] = extent
             else:
@@ -93,32 +101,37 @@ class HostExtents:
                 del self._assigned[extent.slot_bytes][extent.index]
                 if not self._assigned[extent.slot_bytes]:
                     del self._assigned[extent.slot_bytes]
-                extent.slot_bytes, extent.free_offsets, extent.newest_tick = 0, [], 0
+                extent.slot_bytes, extent.free_offsets, extent.newest_rank = 0, [], 0
                 self._unassigned.append(extent)
 
-    def coldest_run(self, slot_bytes: int, before_tick: int | None) -> list[Extent] | None:
-        """Neighbouring extents to empty for a slot of this size: nothing fenced in them, newest use longest ago.
+    def look_again(self, entry: HostEntry) -> None:
+        """A copy is worth less than it was."""
+        for extent in entry.extents:
+            extent.look_again()
 
-        Extents of just this size are left out, unless the slot needs several. before_tick: only if older than that.
+    def coldest_run(self, slot_bytes: int, before_rank: int | None) -> list[Extent] | None:
+        """Neighbouring extents to empty for a slot of this size: nothing fenced in them, of the lowest rank.
+
+        Extents of just this size are left out, unless the slot needs several. before_rank: only if lower than that.
         """
         count = -(-slot_bytes // self.extent_bytes)
         best: list[Extent] | None = None
-        best_tick = before_tick
+        best_rank = before_rank
         if count == 1:
             for size, extents in self._assigned.items():
                 if size == slot_bytes:
                     continue
                 for extent in extents.values():
-                    if (best_tick is None or extent.newest_tick < best_tick) and extent.may_be_emptied:
-                        best, best_tick = [extent], extent.newest_tick
+                    if (best_rank is None or extent.newest_rank < best_rank) and extent.may_be_emptied:
+                        best, best_rank = [extent], extent.newest_rank
             return best
         for first in range(len(self.extents) - count + 1):
             run = self.extents[first : first + count]
-            newest = max(extent.newest_tick for extent in run)
-            if best_tick is not None and newest >= best_tick:
+            newest = max(extent.newest_rank for extent in run)
+            if best_rank is not None and newest >= best_rank:
                 continue
             if all(extent.may_be_emptied for extent in run):
-                best, best_tick = run, newest
+                best, best_rank = run, newest
         return best
 
     def broken_rules(self) -> list[str]:

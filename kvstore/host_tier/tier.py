@@ -1,9 +1,9 @@
 """Copies in this process's host memory: one arena with a hard byte budget.
 
 The arena is one private anonymous mapping, cut into extents; an extent holds slots of one size and takes another size
-when it is empty, so that full and INT4 copies of any mix find room. Eviction is least recently used, leaves first: a
-copy whose block still has stored children stays while any leaf can go. A copy that is pinned, being written or being
-read is never evicted; reads are protected from submit_get on.
+when it is empty, so that full and INT4 copies of any mix find room. Eviction is least recently used of the lowest
+priority, leaves first: a copy whose block still has stored children stays while any leaf can go. A copy that is pinned,
+being written or being read is never evicted; reads are protected from submit_get on.
 
 Own-process copies carry no checksum. `_lock` guards the index and is never held while bytes are copied; copies go
 past the cache where the C kernels are there, and let other threads run meanwhile.
@@ -12,10 +12,11 @@ past the cache where the C kernels are there, and let other threads run meanwhil
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from allocator.block_marks import PLAIN, Steps
 from allocator.errors import ConfigError, IntegrityError
 from kvstore.copy_key import CopyKey
 from kvstore.executor import Executor
@@ -86,6 +87,33 @@ class HostTier(IndexedTier[HostEntry]):
                 loans.append(Loan(row, partial(self._release, (entry,))))
         return loans
 
+    def keep(self, keys: Sequence[CopyKey], steps: Steps) -> None:
+        with self._lock:
+            for key in keys if steps != PLAIN or self._index.marked_count else ():
+                entry = self._index.find(key)
+                if entry is not None:
+                    self._index.keep(entry, steps)
+
+    def expire(self, now: float) -> None:
+        with self._lock:
+            self._index.expire(now)
+
+    @property
+    def marked_count(self) -> int:
+        return self._index.marked_count
+
+    def set_quota(self, tenant: str, quota_bytes: int) -> None:
+        with self._lock:
+            self._index.set_quota(tenant, quota_bytes)
+
+    def tenant_bytes(self, tenant: str) -> int:
+        """What a tenant's copies take, of those that came since it had a quota."""
+        return self._index.tenant_bytes(tenant)
+
+    def describe_root(self, root: bytes, description: Mapping[str, str]) -> None:
+        with self._lock:
+            self._index.name_root(root, description.get("tenant", ""))
+
     def fading(self, count: int | None) -> list[Fading]:
         with self._lock:
             index = self._index
@@ -129,10 +157,11 @@ class HostTier(IndexedTier[HostEntry]):
             known = self._index.find(job.key)
             if known is not None:
                 self._index.touch(known)
+                self._index.keep(known, job.steps)
                 return ResultCode.OK
             if not self._index.fits(job.size_bytes):
                 return ResultCode.TOO_LARGE
-            entry = self._index.reserve(job.key, job.size_bytes, job.parent)
+            entry = self._index.reserve(job.key, job.size_bytes, job.parent, job.steps)
             if entry is None:
                 return ResultCode.FULL
         result = ResultCode.FAILED

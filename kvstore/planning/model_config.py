@@ -32,8 +32,15 @@ _COUNTS = (
     "sliding_window",
     "moe_intermediate_size",
     "num_experts_per_tok",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
     "max_position_embeddings",
 )
+_NEVER_ZERO = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+_LATENT_TYPES = ("deepseek_v2", "deepseek_v3")
 _COUNT_LIMIT = 1 << 24
 _LAYERS_LIMIT = 2048
 # Every n-th layer is full, the others have the window, where a config of that type does not list its layers.
@@ -222,11 +229,13 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             raise ConfigError(f"{field}: missing; expected a count (model_type {fields.get('model_type')!r})")
     for field in _COUNTS:
         value = fields.get(field)
-        if field not in fields or (value == 0 and field not in _REQUIRED):
+        if field not in fields or (value == 0 and field not in _NEVER_ZERO):
             continue
         limit = _LAYERS_LIMIT if field == "num_hidden_layers" else _COUNT_LIMIT
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
             raise ConfigError(f"{field}: got {value!r}; expected an integer in [1, {limit}]")
+    if fields.get("model_type") in _LATENT_TYPES and not fields.get("kv_lora_rank"):
+        raise ConfigError(f"kv_lora_rank: got {fields.get('kv_lora_rank')!r}; expected a count in a model with MLA")
     heads, kv_heads = fields["num_attention_heads"], fields.get("num_key_value_heads")
     if kv_heads and heads % kv_heads:
         raise ConfigError(f"num_key_value_heads: got {kv_heads}; expected a divisor of num_attention_heads, {heads}")
@@ -327,7 +336,7 @@ def _feed_forward(fields: Mapping[str, Any]) -> tuple[int, Experts | None, int]:
         return layers, None, 0
     width = fields.get("moe_intermediate_size") or fields.get("intermediate_size") or 4 * hidden
     per_token = fields.get("num_experts_per_tok")
-    if not per_token or per_token > count:
+    if type(per_token) is not int or not 0 < per_token <= count:
         raise ConfigError(f"num_experts_per_tok: got {per_token!r}; expected a count up to {count}, the experts")
     dense = int(fields.get("first_k_dense_replace") or 0) + len(fields.get("mlp_only_layers") or ())
     with_experts = layers - dense

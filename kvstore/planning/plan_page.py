@@ -29,6 +29,10 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
+def requests_text(count: int) -> str:
+    return "1 request" if count == 1 else f"{count:,} requests"
+
+
 def plan_page(document: Mapping[str, Any]) -> str:
     """The whole page."""
     model, demand, machine = document["model"], document["demand"], document["machine"]
@@ -36,7 +40,7 @@ def plan_page(document: Mapping[str, Any]) -> str:
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
-            f"<p>{demand['concurrency']} requests of {demand['context_tokens']:,} tokens on {machine['gpus']} x "
+            f"<p>{requests_text(demand['concurrency'])} of {demand['context_tokens']:,} tokens on {machine['gpus']} x "
             f"{escape(machine['gpu'])}: {bytes_text(machine['memory_bytes'])} of memory, of which the weights take "
             f"{bytes_text(machine['weights_bytes'])} and {bytes_text(machine['kv_bytes'])} are left for KV. Times are "
             "floors: what bandwidth and arithmetic allow at best.</p>",
@@ -82,7 +86,7 @@ def _pictures(document: Mapping[str, Any]) -> list[str]:
             line_chart("requests that fit by length of context", fit, "tokens of context", "requests", y_label=plain),
         ),
         _card(
-            f"The least time of a decode step of {concurrency} requests",
+            f"The least time of a decode step of {requests_text(concurrency)}",
             line_chart("floor of a decode step by length of context", step, "tokens of context", "milliseconds"),
         ),
         *([_card("Blocks of the trace that were hits, by tier", _hits(hits))] if hits else []),
@@ -156,7 +160,13 @@ TABLES = (
 """(title, key of the document, columns): the console shows the same."""
 
 
+_WORDS = ("what", "against", "unit", "by tier")  # columns of text, which may take several lines
+
+
 def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in columns)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell(row))}</td>" for _, cell in columns) + "</tr>" for row in rows)
+    head = "".join(f"<th class='{'words' if name in _WORDS else ''}'>{escape(name)}</th>" for name, _ in columns)
+    opening = [(f"<td class='{'words' if name in _WORDS else ''}'>", cell) for name, cell in columns]
+    lines = "".join(
+        "<tr>" + "".join(f"{begin}{escape(cell(row))}</td>" for begin, cell in opening) + "</tr>" for row in rows
+    )
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"

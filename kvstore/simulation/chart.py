@@ -16,18 +16,26 @@ from kvstore.page import STYLE
 from kvstore.simulation.policies import BOUND
 from kvstore.simulation.setting import Row, TierRow
 
-_WIDTH, _HEIGHT = 640, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 168, 16, 48
-_LABEL_STEP = 15
+_WIDTH, _HEIGHT = 480, 380
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 16, 48
+_LABEL_STEP = 17
 _STYLE = """
 :root { --c0: #1d5fd1; --c1: #c2570c; --c2: #0f7b4d; --c3: #8a3ab9; --c4: #b3261e; --c5: #5a6270; --c6: #0b7285; }
 @media (prefers-color-scheme: dark) { :root { --c0: #6aa5ff; --c1: #f0883e; --c2: #4cc38a; --c3: #c792ea; --c4: #ff8078;
   --c5: #a3abb8; --c6: #5cc8d7; } }
-.hits { max-width: 860px; min-width: 540px; }
+.hits { position: relative; max-width: 760px; padding-right: 190px; }
+.hits svg { margin: 8px 0; }
 .bound { stroke-dasharray: 5 4; }
+.ends { list-style: none; margin: 8px 0; padding: 0; font-size: .85rem; line-height: 1.2; }
+.ends li { position: absolute; left: calc(100% - 184px); width: 184px; transform: translateY(-50%); }
+@media (max-width: 720px) { .hits { padding-right: 0; } .ends { display: flex; flex-wrap: wrap; gap: 4px 16px; }
+  .ends li { position: static; width: auto; transform: none; }
+  .ends li::before { content: ""; display: inline-block; width: 12px; height: 12px; border-radius: 3px;
+    margin-right: 6px; vertical-align: -1px; background: currentColor; } }
 """
 _KINDS = {"device": "full", "host": "host", "remote": "work"}
 _HEADINGS = ("Settings", "Tiers")
+_NOTHING = ("0.00%", "0.0", "0.00", "-")
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -41,7 +49,7 @@ def page(rows: Sequence[Row], tables: Sequence[Table]) -> str:
 <h1>{title}</h1>
 <p class="soft">{rows[0].requests:,} requests, {rows[0].blocks:,} blocks. Share of all blocks presented that were
 resident{_where(rows)}, by device capacity in percent of the unique blocks.{_told_of_the_bound(rows)}</p>
-<div class="scroll">{_drawing(rows)}</div>
+{_drawing(rows)}
 {pictures}
 {"".join(f"<h2>{name}</h2>{_table(*table)}" for name, table in zip(_HEADINGS, tables, strict=False))}
 </main></body></html>
@@ -59,8 +67,11 @@ def _told_of_the_bound(rows: Sequence[Row]) -> str:
 
 
 def _table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    """Without columns in which there is nothing, as those of tiers that are not there."""
+    shown = [place for place in range(len(columns)) if any(row[place] not in _NOTHING for row in cells)]
+    head = "".join(f'<th scope="col">{escape(columns[place])}</th>' for place in shown)
+    lines = ("".join(f"<td>{escape(row[place])}</td>" for place in shown) for row in cells)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>\n'
 
 
@@ -114,16 +125,15 @@ def _drawing(rows: Sequence[Row]) -> str:
         parts.append(f'<polyline class="line{bound}" stroke="{colour}" points="{points}"/>')
         parts += [
             f'<circle r="3" fill="{colour}" cx="{x(row.capacity_percent):.1f}" cy="{y(row.block_hit_ratio):.1f}">'
-            f"<title>{escape(name)}, {row.capacity_percent:g} %: {row.block_hit_ratio:.2%}</title></circle>"
+            f"<title>{escape(name)}, {row.capacity_percent:.3g} %: {row.block_hit_ratio:.2%}</title></circle>"
             for row in own
         ]
         ends.append((y(own[-1].block_hit_ratio), f"{name} {own[-1].block_hit_ratio:.1%}", colour))
-    parts += _labels(ends)
     described = "; ".join(f"{name}: {own[-1].block_hit_ratio:.1%} at most" for name, own in lines.items())
     return (
-        f'<svg class="hits" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(described)}">'
+        f'<div class="hits"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(described)}">'
         + "\n".join(parts)
-        + "</svg>"
+        + f'</svg>\n<ul class="ends">{"".join(_labels(ends))}</ul></div>'
     )
 
 
@@ -132,8 +142,12 @@ def _name(row: Row, rows: Sequence[Row]) -> str:
     words = [row.policy]
     for field in ("codec", "hosts", "routing"):
         if len({getattr(one, field) for one in rows}) > 1:
-            words.append(f"{getattr(row, field)} hosts" if field == "hosts" else str(getattr(row, field)))
-    return ", ".join(words)
+            words.append(_hosts(row.hosts) if field == "hosts" else str(getattr(row, field)))
+    return ", ".join(word for word in words if word != "-")
+
+
+def _hosts(count: int) -> str:
+    return "1 host" if count == 1 else f"{count} hosts"
 
 
 def _axes(percents: Sequence[float], top: float, x: object, y: object) -> str:
@@ -147,7 +161,7 @@ def _axes(percents: Sequence[float], top: float, x: object, y: object) -> str:
         parts.append(f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{count * step:.0%}</text>')
     for percent in percents:
         parts.append(
-            f'<text x="{x(percent):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{percent:g} %</text>'
+            f'<text x="{x(percent):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{percent:.3g} %</text>'
         )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">capacity, of the unique blocks</text>')
@@ -155,12 +169,10 @@ def _axes(percents: Sequence[float], top: float, x: object, y: object) -> str:
 
 
 def _labels(ends: list[tuple[float, str, str]]) -> list[str]:
-    """Names at the ends of the lines, moved apart where they would lie on each other."""
+    """Names beside the ends of the lines, moved apart where they would lie on each other; on a narrow page a legend."""
     parts = []
     lowest = -math.inf
     for height, text, colour in sorted(ends):
         lowest = max(height, lowest + _LABEL_STEP)
-        parts.append(
-            f'<text x="{_WIDTH - _RIGHT + 10}" y="{lowest + 4:.1f}" style="fill:{colour}">{escape(text)}</text>'
-        )
+        parts.append(f'<li style="top:{100 * lowest / _HEIGHT:.1f}%;color:{colour}">{escape(text)}</li>')
     return parts

@@ -32,8 +32,16 @@ class Host:
         """Whether the device has the block."""
         return name in self._index.exact
 
-    def request(self, keys: Keys, names: list[bytes], *, tenant: int = NOBODY, priority: int = PRIORITY_DEFAULT) -> int:
-        """One request for these full blocks: how many leading ones were there.
+    def request(
+        self,
+        keys: Keys,
+        names: list[bytes],
+        *,
+        owner: int = 0,
+        tenant: int = NOBODY,
+        priority: int = PRIORITY_DEFAULT,
+    ) -> int:
+        """One request of `owner` for these full blocks: how many leading ones were there. tenant: with a quota.
 
         What was missing is computed and kept while there is room, within the tenant's quota, beside this request's own
         blocks.
@@ -53,7 +61,7 @@ class Host:
         steps = steps_of(priority)
         pool.keep(ids[:hits], steps, tenant=tenant)
         pool.keep(ids[hits:], steps, tenant=tenant, first_use=True)
-        pool.policies[0].observe(keys, (ids,))
+        pool.policies[0].observe(keys, (ids,), owner=owner)
         pool.release(ids[::-1])
         pool.policies[0].settle()
         return hits

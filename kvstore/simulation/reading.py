@@ -48,7 +48,7 @@ def read(path: Path, form: str | None = None, block_tokens: int | None = None) -
 
 
 def _header(head: _Line, place: str) -> int:
-    if head.get("format") != "kvstore-trace" or head.get("version") != 1:
+    if head.get("format") != "kvstore-trace" or head.get("version") != 1 or head["version"] is True:
         raise TraceError(
             f"{place}: got format {head.get('format')!r} version {head.get('version')!r}; "
             "expected 'kvstore-trace' version 1"

@@ -82,14 +82,16 @@ def replay(trace: Trace, setting: Setting, progress: Progress | None = None) -> 
 
 def _replay_pools(trace: Trace, setting: Setting, counts: Counts, fitting: int, progress: Progress | None) -> None:
     quota = fitting * setting.tenant_percent / 100
-    hosts = [Host(fitting, POLICIES[setting.policy], quota) for _ in range(setting.hosts)]
+    room = min(fitting, trace.block_count + 1)  # with room for everything nothing is evicted: no larger pool is made
+    hosts = [Host(room, POLICIES[setting.policy], quota) for _ in range(setting.hosts)]
     router = Router(setting.routing, hosts, setting.seed)
     input_tokens, sessions = trace.input_tokens.tolist(), trace.sessions.tolist()
-    tenants = trace.tenants.tolist() if setting.tenant_percent else [NOBODY] * len(trace)
+    owners = trace.tenants.tolist()
+    tenants = owners if setting.tenant_percent else [NOBODY] * len(trace)
     priorities = trace.priorities.tolist()
     for number, keys, names in each(trace):
         host = hosts[router.choose(sessions[number], keys, names)]
-        whose = {"tenant": tenants[number], "priority": priorities[number]}
+        whose = {"owner": owners[number], "tenant": tenants[number], "priority": priorities[number]}
         counts.add(input_tokens[number], host.request(keys, names, **whose))
         if progress is not None and not number % _PROGRESS_REQUESTS:
             progress(number)
@@ -103,10 +105,11 @@ def _replay_stores(trace: Trace, setting: Setting, counts: Counts, fitting: int,
     hosts = [StoreHost(setting, fitting, trace.block_tokens, room) for _ in range(setting.hosts)]
     router = Router(setting.routing, hosts, setting.seed)
     input_tokens, sessions, seconds = trace.input_tokens.tolist(), trace.sessions.tolist(), trace.seconds.tolist()
-    priorities = trace.priorities.tolist()
+    owners, priorities = trace.tenants.tolist(), trace.priorities.tolist()
     for number, keys, names in each(trace):
         host = hosts[router.choose(sessions[number], keys, names)]
-        counts.add(input_tokens[number], *host.request(keys, seconds[number], input_tokens[number], priorities[number]))
+        whose = {"owner": owners[number], "priority": priorities[number]}
+        counts.add(input_tokens[number], *host.request(keys, seconds[number], input_tokens[number], **whose))
         if progress is not None and not number % _PROGRESS_REQUESTS_OF_STORES:
             progress(number)
     for host in hosts:

@@ -95,6 +95,8 @@ class Setting:
             raise ConfigError(f"capacity percent: got {percent}; expected more than 0 and at most 100")
         if blocks is not None and not 1 <= blocks < 1 << 31:
             raise ConfigError(f"capacity blocks: got {blocks}; expected an int in [1, 2^31)")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed: got {self.seed}; expected an int in [0, 2^64)")
         if not 0 <= self.tenant_percent <= 100:
             raise ConfigError(f"tenant percent: got {self.tenant_percent}; expected 0 (no quota) to 100")
         if not 1 <= self.hosts <= HOSTS_MAX:

@@ -9,6 +9,7 @@ and while it waits for the next request. One thread; used by `kvstore.simulation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -104,6 +105,7 @@ class StoreHost:
         config = KVStoreConfig(
             device_bytes=(capacity_blocks + 1) * aligned(self.block_bytes),  # one for the token that is computed
             codec="raw",
+            share=True,
             io_threads="inline",
             eviction_policy="lru" if setting.policy == "lru" else "learned",
             spill_policy=setting.admission,
@@ -111,7 +113,7 @@ class StoreHost:
             prefill_tokens_per_second=min(1e12, costs.prefill_tokens_per_second),
         )
         self.store = self._make_store(geometry, config, setting)
-        self._root = self.store.identity.root()
+        self._roots = {0: self.store.identity.root()}  # by owner
         self._index = self.store.pool.index(0)
 
     def _make_tiers(self, setting: Setting, remote: RemoteRoom | None) -> list[Tier]:
@@ -144,12 +146,14 @@ class StoreHost:
         """Whether the device has the block of a trace's key."""
         return name + bytes(_KEY_BYTES * (_NAME_WORDS - 1)) in self._index.exact
 
-    def request(self, keys: Keys, seconds: float, tokens: int, priority: int = PRIORITY_DEFAULT) -> Served:
-        """One prompt of these full blocks and `tokens` tokens in all that came at `seconds`."""
+    def request(
+        self, keys: Keys, seconds: float, tokens: int, *, owner: int = 0, priority: int = PRIORITY_DEFAULT
+    ) -> Served:
+        """One prompt of `owner` with these full blocks and `tokens` tokens in all that came at `seconds`."""
         self.request_count += 1
         self._pass_time(seconds - self.now, least_steps=1)
         store, number = self.store, str(self.request_count)
-        chain = TraceChain(self._root, store.geometry.block_tokens, _names(keys[: self._capacity_blocks]))
+        chain = TraceChain(self._root_of(owner), store.geometry.block_tokens, _names(keys[: self._capacity_blocks]))
         before = self._hit_tokens()
         began = self.now
         self._until_room(lambda: store.admit(number, chain))
@@ -175,6 +179,12 @@ class StoreHost:
             (now - old) // store.geometry.block_tokens for now, old in zip(after, before, strict=True)
         )
         return Served(device, host, remote, fetching_seconds)
+
+    def _root_of(self, owner: int) -> bytes:
+        root = self._roots.get(owner)
+        if root is None:
+            root = self._roots[owner] = replace(self.store.identity, tenant=str(owner)).root()
+        return root
 
     def finish(self) -> None:
         """The trace is over: let transfers end, then check what must hold."""

@@ -19,6 +19,7 @@ from allocator.block_marks import PRIORITY_DEFAULT
 Keys: TypeAlias = "npt.NDArray[np.uint64]"
 Counts: TypeAlias = "npt.NDArray[np.int64]"
 KEY_MAX = (1 << 64) - 1
+_MOST_BLOCK_TOKENS = 1 << 20
 
 
 class TraceError(ConfigError):
@@ -74,8 +75,8 @@ def build(name: str, block_tokens: int, requests: Iterable[Request], *, file: st
 
     file: its name, for a TraceError where an id follows different ones, though each is to stand for all before it.
     """
-    if block_tokens < 1:
-        raise TraceError(f"{name}: got blocks of {block_tokens} tokens; expected at least 1")
+    if not 1 <= block_tokens <= _MOST_BLOCK_TOKENS:
+        raise TraceError(f"{name}: got blocks of {block_tokens} tokens; expected 1 to {_MOST_BLOCK_TOKENS}")
     keys, columns = _collected(requests)
     if not columns:
         raise TraceError(f"{name}: got no request; expected at least one")

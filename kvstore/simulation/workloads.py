@@ -12,6 +12,7 @@ from kvstore.simulation.trace import Request, Trace, TraceError, build
 
 _Chain = list[int]
 _REQUESTS_PER_SECOND = 20.0
+_MOST_REQUESTS = 10_000_000
 
 
 class _Ids:
@@ -112,8 +113,8 @@ def generate(workload: str, request_count: int, seed: int = 0, block_tokens: int
     """`request_count` requests of a workload (one of WORKLOADS)."""
     if workload not in _STREAMS:
         raise TraceError(f"workload: got {workload!r}; expected one of {', '.join(WORKLOADS)}")
-    if request_count < 1:
-        raise TraceError(f"requests: got {request_count}; expected at least 1")
+    if not 1 <= request_count <= _MOST_REQUESTS:
+        raise TraceError(f"requests: got {request_count}; expected 1 to {_MOST_REQUESTS:,}")
     return build(f"{workload}-{seed}", block_tokens, _requests(workload, request_count, seed, block_tokens))
 
 

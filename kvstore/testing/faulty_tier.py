@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from allocator.block_marks import Steps
 from allocator.errors import UsageError
 from kvstore.copy_key import CopyKey
 from kvstore.tier import (
@@ -125,7 +126,7 @@ class FaultyTier(Tier):
                 doomed[index] = ResultCode.OK
             elif self._strikes("partial", "put", key.to_bytes()):
                 doomed[index] = ResultCode.FAILED
-            sent.append(PutItem(key, self._damaged(key, rows), rest[0] if rest else None))
+            sent.append(PutItem(key, self._damaged(key, rows), *rest))
         transfer = self.inner.submit_put(sent)
         if doomed:
             self._doomed[transfer.id] = doomed
@@ -230,6 +231,19 @@ class FaultyTier(Tier):
 
     def touch(self, keys: Sequence[CopyKey]) -> None:
         self.inner.touch(keys)
+
+    def keep(self, keys: Sequence[CopyKey], steps: Steps) -> None:
+        self.inner.keep(keys, steps)
+
+    @property
+    def marked_count(self) -> int:
+        return self.inner.marked_count
+
+    def expire(self, now: float) -> None:
+        self.inner.expire(now)
+
+    def set_quota(self, tenant: str, quota_bytes: int) -> None:
+        self.inner.set_quota(tenant, quota_bytes)
 
     def pin(self, keys: Sequence[CopyKey]) -> list[bool]:
         return self.inner.pin(keys)

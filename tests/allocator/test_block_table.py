@@ -15,10 +15,8 @@ from allocator import (
     BlockTable,
     CannotRollback,
     CapacityError,
-    GroupHit,
     KVError,
     UsageError,
-    common_hit,
 )
 
 Hashes = Callable[..., list[bytes]]
@@ -208,78 +206,6 @@ def test_case_120_beams_fork_and_are_pruned_200_times(make_pool: MakePool, hashe
             beam.release()
     pool.check_invariants([])
     assert pool.live_block_count == 0
-
-
-def send(pool: BlockPool, names: list[bytes], token_count: int, window: int) -> int:
-    """One request of a hybrid model (group 0 full, group 1 sliding); returns the tokens it could reuse."""
-    limit = (token_count - 1) // B
-    needs = [GroupHit(pool.index(0), names, None), GroupHit(pool.index(1), names, window)]
-    hit, ids = common_hit(needs, B, limit=limit)
-    tables = [BlockTable(pool, 0, B), BlockTable(pool, 1, B, window)]
-    for group, table in enumerate(tables):
-        pool.share(ids[group])
-        table.append(ids[group])
-        table.advance(hit * B)
-    for group, table in enumerate(tables):
-        for start in range(hit * B, token_count, 64):  # chunked, the window moves on
-            chunk = min(64, token_count - start)
-            table.append(pool.allocate(group, table.missing_blocks(chunk)))
-            table.advance(chunk)
-            full = table.token_count // B
-            first = start // B
-            table.replace_run(first, pool.seal_many(table.ids()[first:full], names[first:full], True))
-            table.drop_window(table.token_count)
-    pool.check_invariants(tables)
-    for table in tables:
-        table.release()
-    return hit * B
-
-
-@pytest.mark.parametrize("window", [16, 33, 64, 100])
-def test_case_135_a_prompt_a_few_tokens_shorter_still_hits(window: int, make_pool: MakePool, hashes: Hashes) -> None:
-    """P, then P without its last 3 tokens and another end: at least the aligned common prefix less one block."""
-    for length in range(20 * B - 2, 21 * B + 1):
-        pool = make_pool(300, groups=2)
-        names = hashes(40)
-        assert send(pool, names, length, window) == 0
-        common = (length - 3) // B
-        changed = names[:common] + hashes(40, salt=1)[common:]
-        assert send(pool, changed, length + 50, window) >= (common - 1) * B
-
-
-def test_case_135_an_unrelated_prompt_that_fits_does_not_cost_the_hit(make_pool: MakePool, hashes: Hashes) -> None:
-    pool = make_pool(300, groups=2)
-    assert send(pool, hashes(40), 500, 64) == 0
-    assert send(pool, hashes(40, salt=1), 600, 64) == 0
-    assert send(pool, hashes(40), 500, 64) == 31 * B
-
-
-@pytest.mark.parametrize("window", [16, 17, 40, 64])
-def test_case_037_a_sliding_hit_needs_every_block_of_its_window(
-    window: int, make_pool: MakePool, hashes: Hashes
-) -> None:
-    """Any subset of cached sliding blocks: the hit is the largest n whose window is all there."""
-    rng = random.Random(37)
-    for _ in range(60):
-        pool = make_pool(80, groups=2)
-        names = hashes(12)
-        kept = {}
-        for group in (0, 1):
-            ids = pool.seal_many(pool.allocate(group, 12), names, True).tolist()
-            pool.release(ids[::-1])
-            gone = [i for i in ids if rng.random() < (0.3 if group else 0.04)]
-            pool.evict(gone)
-            kept[group] = [-1 if i in gone else i for i in ids]
-        needs = [GroupHit(pool.index(0), names, None), GroupHit(pool.index(1), names, window)]
-        hit, ids = common_hit(needs, B)
-        best = 0
-        for n in range(1, 13):
-            first = max(0, n * B - window + 1) // B
-            if all(i >= 0 for i in kept[0][:n]) and all(i >= 0 for i in kept[1][first:n]):
-                best = n
-        first = max(0, best * B - window + 1) // B
-        assert hit == best
-        assert ids == [kept[0][:best], [-1] * min(first, best) + kept[1][first:best]]
 
 
 def test_case_021_restored_blocks_stand_where_the_prefix_is(make_pool: MakePool, hashes: Hashes) -> None:

@@ -40,6 +40,18 @@ def named(pool: BlockPool, name: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_ages_of_many_are_those_of_each_on_whatever_shelf_they_lie(policy: Callable[[int], EvictionPolicy]) -> None:
+    pool, served = make(policy), list[int]()
+    for name, level in enumerate((35, 80, 5, 35, 80, 60, 35), start=1):
+        served += serve(pool, name, 4, steps=steps_of(level), first_use=True)
+    pool.share(served[5:7])
+    ids = np.array(random.Random(1).sample(served, len(served)), dtype=np.int32)
+    ages = pool.idle_ticks(ids)
+    assert ages.tolist() == [pool.idle_since(one) for one in ids.tolist()]
+    assert len(set(ages.tolist())) == 8
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_block_goes_while_one_of_a_lower_priority_could(policy: Callable[[int], EvictionPolicy], seed: int) -> None:
     numbers, pool = random.Random(seed), make(policy)

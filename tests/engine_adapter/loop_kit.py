@@ -59,6 +59,8 @@ def make_store(
         "host_bytes": host_blocks * (block_bytes + 4096),
         "codec": "raw",
         "io_threads": "inline",
+        "share": True,  # stores of one test stand for processes, and names that repeat make runs repeat
+        "fetch_deadline_seconds": 20.0,  # where none is meant: a busy machine is slow
         **settings,
     }
     identity = Identity(model="toy", weights="0" * 64, geometry=kv)

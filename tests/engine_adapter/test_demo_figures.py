@@ -11,6 +11,8 @@ import torch
 from engine_adapter.demo.fidelity import Divergence, Reference, agreement
 from engine_adapter.demo.measure import SettingReport, Timeline, mean_waste, thinned
 from engine_adapter.demo.promises import (
+    HELPED,
+    QUICK,
     ColdBlock,
     Promise,
     exact_promises,
@@ -173,8 +175,16 @@ def test_equality_waste_and_fidelity_can_fail() -> None:
 
 def test_a_quick_run_checks_equality_alone() -> None:
     unequal = dataclasses.replace(EXACT, outputs_equal=False)
-    found = unchecked([*exact_promises(unequal, EXACT_TIGHT), waste_promise([report("x", waste_fraction=1.0)])])
-    assert [promise.held for promise in found] == [False, True, None, None]
+    found = [*exact_promises(unequal, EXACT_TIGHT), waste_promise([report("x", waste_fraction=1.0)])]
+    assert [promise.held for promise in unchecked(found, QUICK)] == [False, True, None, None]
+
+
+def test_with_tiers_below_equality_limits_and_sizes_are_checked() -> None:
+    over = dataclasses.replace(INT4, peak_bytes={"full": 0, "int4": 250, "host": 101}, prefill_tokens_computed=130)
+    found = unchecked([*exact_promises(EXACT, EXACT_TIGHT), *memory_promises(AMPLE, TIGHT, over, COLD)], HELPED)
+    checked = {promise.name: promise.held for promise in found if promise.held is not None}
+    assert checked == {"exact-ample: equal outputs": True, "exact-tight: equal outputs": True, "same bytes": False,
+                       "cold block": True}  # fmt: skip
 
 
 @pytest.mark.parametrize("largest", [0.004, 0.7, 1, 3, 99, 1234, 7_952])

@@ -108,6 +108,12 @@ def test_every_setting_has_the_promised_fields(run: tuple[int, dict[str, Any], s
         assert setting["peak_bytes"]["host"] <= setting["host_bytes_limit"]
 
 
+def test_a_run_without_tiers_below_shows_none(run: tuple[int, dict[str, Any], str]) -> None:
+    assert "of the reading saved compared with tight" in run[2]
+    assert "reused, disk" not in run[2]
+    assert f"Not checked, since {run[1]['unchecked_because']}." in run[2]
+
+
 def test_settings_tell_the_story(run: tuple[int, dict[str, Any], str]) -> None:
     report = run[1]
     exact_ample, exact_tight, ample, tight, int4 = report["settings"]

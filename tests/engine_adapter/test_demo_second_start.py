@@ -41,6 +41,8 @@ def check(first: dict[str, Any], second: dict[str, Any], tier: str) -> None:
         assert after["prefill_tokens_reused"][tier] > before["prefill_tokens_reused"][tier]
         assert after["prefill_tokens_computed"] < before["prefill_tokens_computed"]
         assert after["output_tokens"] == before["output_tokens"]
+        for one in (before, after):
+            assert one["peak_bytes"]["host"] <= one["host_bytes_limit"], "of the host tier alone"
     for name in ("exact-ample", "exact-tight"):
         assert first[name]["outputs_equal"] is second[name]["outputs_equal"] is True
         assert second[name]["agreement"] == 1.0
@@ -52,7 +54,12 @@ def test_a_second_start_reuses_a_directory_and_another_a_server(tiny: Path, tmp_
     remote = ("--redis", shared_server().unix_url + "?namespace=demo")
     first = start(tiny, tmp_path, *disk, *remote)
     check(first, start(tiny, tmp_path, *disk), "disk")
-    assert "reused from disk" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "reused from disk" in page, "in the table"
+    assert 'title="reused, disk"' in page, "in the picture"
+    assert "so their reading is not compared" in page
+    assert "of the reading saved" not in page
+    assert "Not checked, since " in page
     check(first, start(tiny, tmp_path, *remote), "remote")
 
 

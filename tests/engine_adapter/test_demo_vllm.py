@@ -72,6 +72,9 @@ def test_the_page_says_it_all_and_needs_no_other_file() -> None:
     for text in ("13 times sooner", "0.075", "left out: no server", "a &lt;b&gt;", "equal"):
         assert text in page
     assert "http" not in page.replace("http-equiv", "")
+    plain = report()
+    plain["tiers"][0]["miss_ttft_seconds"] = None  # without --misses
+    assert ("a miss" in page, "a miss" in render(plain)) == (True, False)
     wrong = render(report(warm=answered(0.3, (7,), 4096)))
     assert "DIFFER" in wrong
     assert ("are the same tokens" in page, "are the same tokens" in wrong) == (True, False)

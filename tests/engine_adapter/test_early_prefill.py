@@ -18,7 +18,7 @@ from torch import Tensor
 from allocator import CacheGroup, GroupKind, KVGeometry
 from allocator.errors import UsageError
 from engine_adapter import DecodeLoop, HFRunner
-from engine_adapter.batch import StepBatch
+from engine_adapter.batch import SliceError, StepBatch
 from engine_adapter.request import Request
 from engine_adapter.testing import ToyRunner
 from kvstore import KVStore
@@ -287,6 +287,29 @@ def test_a_step_that_fails_in_the_model_gives_its_room_back(stage: Stage) -> Non
     stage.real = real
     assert stage.loop.run()["again"].token_ids == stage.expected
     stage.nothing_left()
+
+
+def test_a_sequence_that_the_model_refuses_early_ends_with_the_reason_and_alone(stage: Stage) -> None:
+    stage.close_gate()
+    real, refused = stage.real, []
+
+    def refusing(batch: StepBatch) -> Tensor:
+        (part,) = batch
+        if batch.before_layer is None and part.sequence_id not in refused:
+            return real(batch)
+        refused.append(part.sequence_id)
+        stage.gate.open()
+        raise SliceError([part.sequence_id], "its adapter is not there")
+
+    stage.real = refusing
+    stage.loop.submit(Request("refused", PROMPT, 6))
+    result = stage.loop.run()["refused"]
+    assert result.error == "its adapter is not there"
+    assert len(stage.early_batches) == 1
+    assert len(refused) == 2, "refused early, and again once it ran"
+    stage.nothing_left()
+    stage.real = real
+    assert stage.run(Request("again", PROMPT, 6)) == {"again": stage.expected}
 
 
 def test_nobody_who_decodes_waits_for_a_layer(stage: Stage) -> None:

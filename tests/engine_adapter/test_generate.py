@@ -7,6 +7,7 @@ takes the prompt from the store.
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -182,6 +183,7 @@ def test_a_batch_reuses_what_its_rows_have_in_common() -> None:
         cache = kv.cache()
         assert generate(model, BATCH, cache) == generate(model, BATCH)
         assert cache.reused_tokens == 32 + (32 - 7) + (32 - 23)
+        assert cache.reused_by_tier == {"device": cache.reused_tokens}
 
 
 @pytest.mark.parametrize("width", [30, 40])
@@ -208,3 +210,18 @@ def test_without_reuse_where_the_caller_wants_every_row_of_output() -> None:
         assert states.hidden_states[0].shape[1] == PROMPT.shape[1]
         torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(kept, expected[:, -9:], rtol=0, atol=1e-4)
+
+
+def test_the_store_is_told_how_fast_prompts_are_computed() -> None:
+    """It weighs loading against computing by it; a decode step and a short rest of a prompt say nothing."""
+    model = tiny_model("llama")
+    with opened(model) as kv:
+        costs = kv.store._parts.costs
+        guess = costs.prefill_tokens_per_second
+        generate(model, torch.tensor([random_ids(40)]), cache=kv.cache())
+        assert costs.prefill_tokens_per_second == guess
+        started = time.perf_counter()
+        generate(model, torch.tensor([random_ids(200)]), cache=kv.cache())
+        seconds = time.perf_counter() - started
+        assert costs.prefill_tokens_per_second != guess
+        assert costs.prefill_tokens_per_second >= 200 / seconds

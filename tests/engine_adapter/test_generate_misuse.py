@@ -235,6 +235,7 @@ def test_what_the_device_cannot_hold_comes_back_from_the_host(model: Any) -> Non
             for ids, tokens in zip(prompts, expected, strict=True):
                 cache = kv.cache()
                 assert generate(model, ids, cache) == tokens
+                assert sum(cache.reused_by_tier.values()) == cache.reused_tokens
                 for tier, count in cache.reused_by_tier.items():
                     tiers[tier] = tiers.get(tier, 0) + count
                 del cache
@@ -267,3 +268,22 @@ def test_config_is_the_stores_own() -> None:
         cache = kv.cache()
         assert generate(model, PROMPT, cache) == generate(model, PROMPT)
     kv.close()
+
+
+def test_what_a_newcomer_gets_wrong_is_said_at_once(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model: got None"):
+        ModelStore(None)
+    with opened(model) as kv:
+        with pytest.raises(UsageError, match="exact: got 'yes'; expected True or False"):
+            kv.cache(exact="yes")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="media: got 5; expected a list of Media for each prompt"):
+            kv.cache(media=5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="media: got"):
+            kv.cache(media=[5])  # type: ignore[list-item]
+        cache = kv.cache()
+        generate(model, PROMPT, cache)
+        with pytest.raises(UsageError, match="another prompt needs a cache of its own"):
+            generate(model, PROMPT[:, :5], cache)
+        used = kv.cache()
+    with pytest.raises(UsageError, match="the ModelStore of this cache is closed"):
+        generate(model, PROMPT, used)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from allocator import ConfigError
 from engine_adapter import model_source
+from engine_adapter.conversion_scratch import clear_stale
 from engine_adapter.model_source import (
     CACHE_VARIABLE,
     SMOLLM2,
@@ -41,6 +46,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path, torch.float32)
     with pytest.raises(FileNotFoundError, match="no weights"):
         weights_digest(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float99", "int8", 5, "nn"])
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(ConfigError, match="dtype: got"):
+        load_model(tmp_path, dtype)
 
 
 def test_weights_digest_follows_content_not_the_note(tmp_path: Path) -> None:
@@ -78,6 +89,43 @@ def test_a_finished_folder_appears_in_one_step_and_the_first_of_equals_wins(tmp_
     assert (replaced / "weights").read_text() == "stale"
     model_source._publish(_fresh(tmp_path / "b", "second", wanted), final, replaced, wanted)
     assert (final / "weights").read_text() == "first"
+
+
+CONVERTING = """
+import sys
+from pathlib import Path
+from engine_adapter.conversion_scratch import scratch_folder
+with scratch_folder(Path(sys.argv[1]), "model") as scratch:
+    (scratch / "half").write_bytes(bytes(100))
+    print(scratch, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_conversion_left_goes_and_a_living_one_s_stays(tmp_path: Path) -> None:
+    killed, living = (
+        subprocess.Popen(
+            [sys.executable, "-c", CONVERTING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    with killed, living:
+        assert killed.stdout is not None
+        assert living.stdout is not None
+        left, used = (Path(one.stdout.readline().decode().strip()) for one in (killed, living))  # type: ignore[union-attr]
+        killed.kill()
+        killed.wait()
+        older, newer, other = tmp_path / ".model-older", tmp_path / ".model-newer", tmp_path / "model"
+        for folder in (older, newer, other):
+            folder.mkdir()
+        os.utime(older, (0, 0))
+        clear_stale(tmp_path, "model")
+        assert sorted(one for one in tmp_path.iterdir() if one.is_dir()) == sorted((used, newer, other))
+        assert (used / "half").exists()
+        assert not Path(f"{left}.lock").exists()
+        living.communicate()
+        assert sorted(tmp_path.iterdir()) == sorted((newer, other))
 
 
 @pytest.mark.model

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from allocator import ConfigError
+from engine_adapter import DecodeLoop, HFRunner, Request
 from engine_adapter.model_source import weights_digest
+from kvstore import Identity, KVStore, KVStoreConfig
 from tests.engine_adapter.generate_kit import PROMPT, generate, opened
-from tests.engine_adapter.paged_kit import tiny_model
+from tests.engine_adapter.paged_kit import reference_tokens, tiny_model
 
 peft: Any = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("default")  # PEFT's own
@@ -62,4 +64,50 @@ def test_one_name_for_two_adapters_would_show(lora: Any) -> None:
 
 def test_an_adapter_without_a_name_is_refused(lora: Any) -> None:
     with pytest.raises(ConfigError, match=r"carries adapters \['a', 'b'\]: name the active one"), opened(lora):
+        pass
+
+
+def test_the_loop_refuses_it_too_and_serves_each_adapter_by_its_name(lora: Any) -> None:
+    with pytest.raises(ConfigError, match=r"carries adapters \['a', 'b'\]: name the active one with HFRunner"):
+        HFRunner(lora)
+    prompt = PROMPT[0].tolist()
+    expected = {}
+    for name in ("a", "b"):
+        lora.set_adapter(name)
+        expected[name] = reference_tokens(lora, prompt, 8)
+    assert expected["a"] != expected["b"]
+    runner = HFRunner(lora, use_adapter=lambda adapter: lora.set_adapter(str(adapter.name)))  # type: ignore[union-attr]
+    identity = Identity(model="m", weights="w", geometry=runner.geometry)
+    with KVStore(runner.geometry, identity, KVStoreConfig(device_bytes="4 MiB", codec="raw")) as store:
+        runner.attach(store.slab, store.cold_codec)  # type: ignore[arg-type]
+        loop = DecodeLoop(runner, store)
+        for turn in range(2):
+            for name in expected:
+                loop.submit(Request(name, prompt, 8, adapter=(name, None, "digest " + name)))
+            for name, result in loop.run().items():
+                assert list(result.token_ids) == expected[name]
+                assert sum(result.reused_tokens.values()) == 32 * turn
+    runner.release()
+
+
+def test_adapters_that_come_later_are_noticed() -> None:
+    model = tiny_model("llama")
+    runner = HFRunner(model)
+    identity = Identity(model="m", weights="w", geometry=runner.geometry)
+    with KVStore(runner.geometry, identity, KVStoreConfig(device_bytes="4 MiB", codec="raw")) as store:
+        runner.attach(store.slab, store.cold_codec)  # type: ignore[arg-type]
+        loop = DecodeLoop(runner, store)
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False)).eval()
+        loop.submit(Request("a", PROMPT[0].tolist(), 8))
+        with pytest.raises(ConfigError, match=r"carries adapters \['default'\]"):
+            loop.run()
+    runner.release()
+
+
+def test_learned_prompts_are_refused_by_both() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    learned = peft.get_peft_model(tiny_model("llama"), config).eval()
+    with pytest.raises(ConfigError, match="learned prompts instead of layers"):
+        HFRunner(learned)
+    with pytest.raises(ConfigError, match="learned prompts instead of layers"), opened(learned, adapter="p"):
         pass

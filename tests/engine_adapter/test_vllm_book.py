@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.vllm_connector.book import Book, Found
+from engine_adapter.vllm_connector.book import Book, Found, Note
 from engine_adapter.vllm_connector.orders import Orders, SaveOrder
+from engine_adapter.vllm_connector.prefill_speed import PrefillSpeed
 from kvstore import HashChain
 from tests.engine_adapter.vllm_kit import BLOCK, identity
 
@@ -17,6 +18,10 @@ from tests.engine_adapter.vllm_kit import BLOCK, identity
 class Lookups:
     def __init__(self, answer: Callable[[int, Sequence[bytes], int], Found]) -> None:
         self.answer = answer
+        self.notes: list[tuple[int, Note]] = []
+
+    def note(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int, note: Note) -> None:
+        self.notes.append((local_blocks, note))
 
     def find(self, epoch: int, root: bytes, hashes: Sequence[bytes], local_blocks: int) -> Found:
         return self.answer(epoch, hashes, local_blocks)
@@ -255,3 +260,48 @@ def test_a_failed_load_is_found_by_its_blocks() -> None:
         made.allocated(request, [table], 16)
     assert made.loading_into([]) == []
     assert made.loading_into([6, 9]) == ["b"]
+
+
+def test_a_request_is_told_of_once_it_has_its_blocks() -> None:
+    """However often vLLM has asked, and nobody is told where no tier wants to know."""
+    made, request = book(everything, tells=True), Request("r", range(16))
+    made.prefill_tokens_per_second = 500.0
+    notes = made._lookups.notes  # type: ignore[attr-defined]
+    for _ in range(3):
+        assert made.matched_tokens(request, 4) == 8
+    assert notes == []
+    made.allocated(request, [[5, 6]], 8)
+    made.allocated(request, [[5, 6]], 0)
+    assert [(local, note) for local, note in notes] == [(1, Note(3, 16, 500.0))]
+    made.load_failed(["r"])
+    assert made.matched_tokens(request, 4) == 0
+    made.allocated(request, [[5, 6]], 0)
+    assert len(notes) == 1, "vLLM says so once more after a load that failed"
+    silent = book(everything)
+    assert silent.matched_tokens(request, 0) == 12
+    silent.allocated(request, [[5]], 12)
+    assert silent._lookups.notes == []  # type: ignore[attr-defined]
+
+
+def test_prefill_speed_is_that_of_steps_that_follow_each_other() -> None:
+    now = [0.0]
+    speed = PrefillSpeed(clock=lambda: now[0])
+
+    def plan(seconds: float, **tokens: int) -> None:
+        speed.step(tokens)
+        now[0] += seconds
+
+    plan(1.0, a=1000)  # the next step is planned when this one is over
+    plan(0.01, a=1)
+    assert speed.tokens_per_second == 0.0
+    plan(50.0, a=1)  # then nothing for a long time
+    assert speed.tokens_per_second == pytest.approx(1001 / 1.01)
+    plan(0.0, b=2000)  # planned ahead: this step is over when the one after next is planned
+    plan(2.0, b=1)
+    plan(0.01, b=1)
+    before = speed.tokens_per_second
+    assert before == pytest.approx((0.8 * 1001 + 2001) / (0.8 * 1.01 + 2.0))
+    plan(0.01, b=1, c=40)
+    plan(0.01, b=1, c=1)
+    plan(0.01, b=1, c=1)
+    assert speed.tokens_per_second == before, "mostly decode, and too little to tell"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from allocator import COLD, FULL, CacheGroup, ConfigError, GroupKind, KVGeometry
+from engine_adapter.vllm_connector import loading
 from engine_adapter.vllm_connector.forms import Forms
 from engine_adapter.vllm_connector.layout import GroupPages, LayerPages
 from engine_adapter.vllm_connector.orders import LoadOrder, SaveOrder
@@ -20,7 +22,10 @@ from engine_adapter.vllm_connector.shards import Shard, coverings, shard_of
 from engine_adapter.vllm_connector.shelf import Shelf
 from kvstore import HashChain, Identity
 from kvstore.disk_tier.tier import DiskTier
+from kvstore.executor import ThreadExecutor
 from kvstore.frame.specs import geometry_specs
+from kvstore.host_tier.tier import HostTier
+from kvstore.tier import Tier
 from quant import get_codec
 
 BLOCK, PAGE, PAGES, LAYERS, BLOCKS = 16, 32, 12, 2, 8
@@ -47,9 +52,11 @@ def prompt_values(kv: KVGeometry) -> Floats:
 
 
 class Rank:
-    """One tensor-parallel rank's pages, and a shelf over a directory. The prompt's pages are SAVED."""
+    """One tensor-parallel rank's pages, and a shelf over a directory and what is before it. The prompt's are SAVED."""
 
-    def __init__(self, kv: KVGeometry, folder: Path, rank: tuple[int, int], codec: str = "raw") -> None:
+    def __init__(
+        self, kv: KVGeometry, folder: Path, rank: tuple[int, int], codec: str = "raw", before: Sequence[Tier] = ()
+    ) -> None:
         (group,) = kv.groups
         self.heads = shard_of(group.kv_heads, *rank).heads
         start, stop = self.heads
@@ -61,7 +68,7 @@ class Rank:
         self.pages = GroupPages(layers, stop - start, self.dim, BLOCK, RATIO, 4, self.is_latent)
         tier = DiskTier(folder, 64 << 20, specs=geometry_specs(kv))
         chosen = None if codec == "raw" else get_codec(codec)
-        self.shelf = Shelf(kv, [tier], codec=chosen, rank=rank, deadline_seconds=30.0)
+        self.shelf = Shelf(kv, [*before, tier], codec=chosen, rank=rank, deadline_seconds=30.0)
         self.shelf.attach([self.pages])
         self.root = Identity(model="m", weights="w", geometry=kv).root()
         self.hashes = HashChain(self.root, BLOCK).extend(list(range(BLOCKS * BLOCK)))
@@ -100,9 +107,9 @@ class Rank:
             time.sleep(0.001)
         assert self.shelf.is_idle
 
-    def load(self, lossy_at: int | None = None) -> list[int]:
+    def load(self, lossy_at: int | None = None, start: int = 0) -> list[int]:
         """Positions that failed."""
-        self.shelf.load(LoadOrder("r", self.root, self.hashes, 0, [LOADED], lossy_at))
+        self.shelf.load(LoadOrder("r", self.root, self.hashes, start, [LOADED], lossy_at))
         until = time.monotonic() + 30
         while time.monotonic() < until:
             for result in self.shelf.take_finished():
@@ -184,6 +191,30 @@ def test_an_encoder_that_fails_is_counted_and_holds_no_buffer(tmp_path: Path, mo
         one.save()
         assert one.stored(COLD) == [False] * BLOCKS
         assert one.shelf.below.counters()["saves_failed"] == BLOCKS - 1, "the first block is stored as it is"
+        monkeypatch.undo()
+        one.save()
+        assert one.stored(COLD) == [False] + [True] * (BLOCKS - 1)
+
+
+def test_a_copy_whose_end_is_an_error_is_counted_and_holds_no_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that fails says so when its copy is waited for; encoded blocks are waited for on a CPU too."""
+
+    class Broken:
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with ranked(gqa(2), tmp_path, codec="int4") as one:
+        saver = one.shelf._saver
+        monkeypatch.setattr(saver._copier, "gather", lambda *_: Broken())
+        one.save()
+        assert one.stored(COLD) == [False] * BLOCKS
+        assert one.shelf.below.counters()["saves_failed"] == BLOCKS - 1, "the first block is put without a wait"
+        assert saver.staging.used_bytes == 0
         monkeypatch.undo()
         one.save()
         assert one.stored(COLD) == [False] + [True] * (BLOCKS - 1)
@@ -302,3 +333,71 @@ def test_a_range_with_a_part_missing_is_no_hit(tmp_path: Path) -> None:
         assert second.shelf.below.tiers[0].delete([key]) == 1
     with ranked(kv, tmp_path) as whole:
         assert whole.found() == (5, None)
+
+
+# errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_after_an_error_no_late_read_reaches_the_buffers_of_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load fails at its first chunk while its tier reads the second: the bytes come when the next load reads too."""
+    kv = gqa(2)
+    monkeypatch.setattr(loading, "_CHUNK_BLOCKS", 2)
+    late = HostTier(1 << 20, ThreadExecutor("late"), name="late")
+    one = Rank(kv, tmp_path, (0, 1), before=[late])
+    go, is_read, places = threading.Event(), threading.Event(), []
+    real_copy, real_scatter = late._copy_out, one.shelf._copier.scatter
+
+    def copy_out(entry: Any, job: Any) -> None:
+        if job.key.hash in one.hashes[2:4]:
+            assert go.wait(30)
+        real_copy(entry, job)
+        if job.key.hash == one.hashes[2]:
+            is_read.set()
+
+    def scatter(*given: Any) -> Any:
+        places.append(given[2][0][1])
+        if len(places) == 1:
+            raise RuntimeError("planted")
+        if places[-1] == 4:
+            go.set()
+            assert is_read.wait(30)
+        return real_scatter(*given)
+
+    monkeypatch.setattr(late, "_copy_out", copy_out)
+    monkeypatch.setattr(one.shelf._copier, "scatter", scatter)
+    try:
+        one.save()
+        assert one.load() == [0]
+        late.delete(
+            [copy.key for copy in one.shelf._residency.plan(one.root, one.hashes, True).groups[0].copies.values()]
+        )
+        assert one.load(start=2) == []
+        assert places == [0, 2, 4, 6]
+        assert np.array_equal(one.values()[..., 2 * BLOCK :, :], one.values(SAVED)[..., 2 * BLOCK :, :])
+        counts = one.shelf.below.counters()
+        assert (counts["loads"], counts["loads_failed"], counts["loaded_tokens"]) == (1, 1, 6 * BLOCK)
+    finally:
+        go.set()
+        one.shelf.close()
+
+
+@pytest.mark.parametrize("refusal", [MemoryError("no memory"), RuntimeError("CUDA error: out of memory")])
+def test_a_save_that_gets_no_buffer_is_counted_and_the_next_one_is_stored(
+    refusal: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned memory can be refused; the engine goes on."""
+
+    def refuse(size_bytes: int) -> None:
+        raise refusal
+
+    with ranked(gqa(2), tmp_path, codec="int4") as one:
+        staging = one.shelf._saver.staging
+        with monkeypatch.context() as refusing:
+            refusing.setattr(staging, "_make_row", refuse)
+            one.save()
+        assert one.shelf.below.counters()["saves_failed"] == BLOCKS
+        assert staging.used_bytes == 0
+        one.save()
+        assert one.load(lossy_at=1) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine_adapter.vllm_connector.book import Book, Found, wait_seconds
+from engine_adapter.vllm_connector.book import Book, Found, Note, wait_seconds
 from engine_adapter.vllm_connector.orders import LoadOrder, SaveOrder
 from kvstore.executor import ThreadExecutor
 from kvstore.host_tier.tier import HostTier
+from kvstore.tier import CopyKey, Lookup
 from tests.engine_adapter.vllm_kit import BLOCK, RATIO, Worker, geometry, identity
 
 TABLES = ((11, 12, 13),)
@@ -95,6 +97,9 @@ class _Lookups:
     def find(self, epoch: int, root: bytes, hashes: object, local_blocks: int) -> Found:
         return Found(self.found, False, epoch)
 
+    def note(self, *_: object) -> None:
+        raise AssertionError("nobody is told")
+
 
 @pytest.mark.parametrize(("found", "raw_tail", "matched"), [(0, 0, None), (2, 0, 9), (9, 0, 9), (2, 128, 2)])
 def test_the_whole_prompt_is_asked_for_once_a_block_is_there(found: int, raw_tail: int, matched: int | None) -> None:
@@ -120,3 +125,36 @@ def test_the_wait_that_a_request_names() -> None:
         assert wait_seconds(SimpleNamespace(kv_transfer_params={"prefill_wait_seconds": given})) == expected
     assert wait_seconds(SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})) == 0.0
     assert wait_seconds(SimpleNamespace()) == 0.0
+
+
+def test_a_lookup_waits_for_nothing_that_is_only_counted() -> None:
+    """A daemon that is slow to take the word of a lookup, or is sent nonsense, costs no request its hit."""
+    go, told, reused = threading.Event(), threading.Event(), list[int]()
+
+    class Slow(HostTier):
+        def note_lookup(self, lookup: Lookup) -> None:
+            told.set()
+            go.wait(60)
+            raise ValueError("nonsense")
+
+        def note_reuse(self, key: CopyKey, blocks: int) -> None:
+            reused.append(blocks)
+
+    made = Worker([Slow(1 << 20, ThreadExecutor("kvstore-host"))], geometry(), deadline_seconds=5.0)
+    try:
+        store(made, 0, 6)
+        until(lambda: made.shelf.find(0, made.root, made.hashes[:6], 0).blocks == 6)
+        for _ in range(100):
+            made.shelf.note_lookup(0, made.root, made.hashes[:6], 0, Note(6, 24))
+        assert told.wait(20)
+        assert made.shelf.find(0, made.root, made.hashes[:6], 0).blocks == 6
+        assert made.shelf.below.counters()["notes_dropped"] >= 30, "what waits is bounded"
+        made.shelf.load(LoadOrder("r", made.root, made.hashes[:6], 0, TABLES))
+        until(lambda: reused == [6])
+        failing = LoadOrder("f", made.root, [*made.hashes[:6], bytes(32)], 0, TABLES)
+        made.shelf.load(failing)
+        until(lambda: made.shelf.below.counters().get("loads_failed") == 1)
+        assert reused == [6], "what failed is computed again, all of it where vLLM has several kinds of layers"
+    finally:
+        go.set()
+        made.shelf.close()

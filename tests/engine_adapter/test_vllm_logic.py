@@ -17,7 +17,7 @@ from engine_adapter.vllm_connector.layout import GroupPages, blocks_per_page
 from engine_adapter.vllm_connector.lookup import Answer, LookupClient, LookupServer, Question
 from engine_adapter.vllm_connector.orders import SaveOrder
 from engine_adapter.vllm_connector.settings import make_tiers, model_and_weights, read_settings
-from kvstore import HostTier
+from kvstore import HashChain, HostTier
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.executor import ThreadExecutor
 from kvstore.frame.specs import geometry_specs
@@ -128,6 +128,54 @@ def test_blocks_that_are_gone_are_reported_by_position(worker: Worker) -> None:
     assert failed[0] == 7
 
 
+PAGES_OF_A_LOAD = [[11, 12, 13, 14, 15]]
+
+
+def _other_prompt(made: Worker, first_token: int, blocks: int) -> None:
+    hashes = HashChain(made.root, BLOCK).extend(list(range(first_token, first_token + blocks * BLOCK)))
+    made.shelf.save([SaveOrder(made.root, hashes, 0, None, [[1, 2, 3, 4, 5]])])
+
+
+@pytest.mark.parametrize("blocks", [8, 10])
+def test_what_a_lookup_has_promised_is_there_for_the_load_whatever_is_stored_between(blocks: int) -> None:
+    """The oldest of what the host tier holds, which is full: the neighbour goes, not what was just found."""
+    kv = geometry(full((0, 1)))
+    made = Worker([HostTier(20 * kv.full_slot_bytes(0))], kv)
+    made.save()
+    expected = [made.memories[0].block(1 + at // RATIO, at % RATIO) for at in range(10)]
+    _other_prompt(made, 1000, 10)
+    assert made.found() == 10
+    _other_prompt(made, 2000, blocks)
+    assert made.shelf.below.counters()["host_evicted"] >= blocks
+    assert made.load(0, 10, PAGES_OF_A_LOAD) == []
+    for at, block in enumerate(expected):
+        assert np.array_equal(made.memories[0].block(11 + at // RATIO, at % RATIO), block)
+    made.shelf.close()
+
+
+def test_what_is_gone_between_a_lookup_and_its_load_is_a_load_that_fails() -> None:
+    """More is stored between than the tier holds. What was not loaded is said, nothing else is put in its place."""
+    kv = geometry(full((0, 1)))
+    made = Worker([HostTier(20 * kv.full_slot_bytes(0))], kv)
+    made.save()
+    assert made.found() == 10
+    _other_prompt(made, 1000, 10)
+    _other_prompt(made, 2000, 10)
+    left = made.found()
+    assert left < 10
+    before = made.memories[0].tokens()
+    failed = made.load(0, 10, PAGES_OF_A_LOAD)
+    assert failed == list(range(left, 10))
+    lost_pages = range(11 + -(-left // RATIO), 16)
+    assert np.array_equal(made.memories[0].tokens()[:, lost_pages], before[:, lost_pages])
+    counts = made.shelf.below.counters()
+    assert (counts["loads_failed"], counts["loaded_tokens"]) == (1, 0)
+    tier = made.shelf.below.tiers[0]
+    assert isinstance(tier, HostTier)
+    tier.check_invariants()
+    made.shelf.close()
+
+
 def test_a_bad_copy_on_disk_is_found_and_no_other_is_blamed(tmp_path: Path) -> None:
     kv = geometry(full((0, 1)))
     made = Worker([DiskTier(tmp_path, 8 << 20, specs=geometry_specs(kv))], kv)
@@ -184,6 +232,7 @@ def test_a_disk_that_hangs_costs_a_deadline_and_the_next_load_none(
         time.sleep(0.002)
     assert np.array_equal(made.memories[0].tokens(), before), "what came too late is put nowhere"
     monkeypatch.undo()
+    made.shelf._loader._deadline_seconds = 60.0
     assert made.load(0, 10, pages) == []
     assert np.array_equal(made.memories[0].block(15, 1), made.memories[0].block(5, 1))
     made.shelf.close()

@@ -71,14 +71,14 @@ class Worker:
     def __init__(self, tiers: Sequence[Tier], kv: KVGeometry, **given: Any) -> None:
         self.geometry = kv
         self.memories = [Memory(group, table) for table, group in enumerate(kv.groups)]
-        self.shelf = Shelf(kv, tiers, **given)
+        self.shelf = Shelf(kv, tiers, **{"deadline_seconds": 60.0, **given})
         self.shelf.attach([one.pages for one in self.memories])
         self.root = identity(kv).root()
         self.hashes = HashChain(self.root, BLOCK).extend(list(range(40)))  # 10 blocks, 5 pages
 
     def save(self, stop: int = 10, tables: Sequence[Sequence[int]] = ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10))) -> None:
         self.shelf.save([SaveOrder(self.root, self.hashes[:stop], 0, None, tables)])
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while not self.shelf.is_idle and time.monotonic() < until:
             time.sleep(0.002)
         assert self.shelf.is_idle
@@ -86,7 +86,7 @@ class Worker:
     def load(self, start: int, stop: int, tables: Sequence[Sequence[int]]) -> list[int]:
         """Positions that failed."""
         self.shelf.load(LoadOrder("r", self.root, self.hashes[:stop], start, tables))
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             for result in self.shelf.take_finished():
                 return result.failed

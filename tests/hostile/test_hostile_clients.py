@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from kvstore.daemon import Daemon, protocol
 from kvstore.daemon.forms import Form, KnownForms
+from kvstore.daemon.holder import WriteLease
+from kvstore.daemon.pace import shares
 from kvstore.daemon.protocol import Cause
-from kvstore.daemon.server import shares
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.kit import (
@@ -151,6 +152,68 @@ def test_what_clients_name_is_bounded(daemon: Daemon) -> None:
     causes = [getattr(client.ask(protocol.Form, number, *fields), "cause", None) for number in range(70)]
     assert causes == [None] * 64 + [Cause.FORM] * 6
     client.close()
+
+
+def test_slot_sizes_that_a_client_names_leave_nothing_while_it_stays(daemon: Daemon) -> None:
+    """Found here: every size that a tenant had once reserved stayed until its client had left."""
+    arena, client, key = daemon.core.arena(""), RawClient(daemon.settings.socket_path), key_of(0)
+    fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, key.parameters, 1, 1, 0, "bytes")
+    for number in range(20):
+        client.ask(protocol.Form, number, *fields, f"tenant {number}")
+    for frame_bytes in range(512, 512 + 64 * 20, 64):
+        for number in range(20):
+            answer = client.ask(protocol.Reserve, number, key_of(1).hash, key.root, [frame_bytes])
+            ((place, segment, _, lease),) = protocol.PLACE.iter_unpack(answer.places)
+            assert place == protocol.Place.GRANTED
+            client.tell(protocol.Abandon, [lease])
+        client.tell(protocol.Return, [segment])
+    client.ask(protocol.Ping)
+    with daemon.core.lock:
+        assert sum(map(len, arena._shelves.values())) == len(arena._on_shelf) == 0
+    client.close()
+
+
+def test_a_return_looks_at_the_clients_leases_once(daemon: Daemon) -> None:
+    """Found here: one message that named a segment 512 times looked through all write leases each time, a tenth of a
+    second in which nobody could store or read."""
+
+    class Watched(dict[int, WriteLease]):
+        looks = 0
+
+        def values(self) -> Any:
+            self.looks += 1
+            return super().values()
+
+    client = RawClient(daemon.settings.socket_path)
+    client.form()
+    ((_, segment, _, lease),) = client.reserve([key_of(1)])
+    (holder,) = daemon.core.holders.values()
+    holder.writes = watched = Watched(holder.writes)
+    client.tell(protocol.Return, [segment] * protocol.PAGE_ITEMS)
+    client.ask(protocol.Ping)
+    assert watched.looks == 1
+    assert len(holder.segments) == 1, "it is being written to"
+    client.tell(protocol.Abandon, [lease])
+    client.tell(protocol.Return, [segment] * protocol.PAGE_ITEMS)
+    client.ask(protocol.Ping)
+    assert not holder.segments
+    client.close()
+
+
+def test_what_a_client_stores_and_deletes_again_and_again_leaves_nothing(daemon: Daemon) -> None:
+    """Found here: each client's queue of candidates kept twice as many dropped ones as all clients had copies."""
+    tiers = [tier_at(daemon.settings.socket_path) for _ in range(2)]
+    assert put(tiers[0], [key_of(number) for number in range(200)], 64) == [OK] * 200
+    deleted = 0
+    for _ in range(150):
+        put(tiers[1], [key_of(1000)], 64)
+        deleted += tiers[1].delete([key_of(1000)])
+    assert deleted > 100, "some may time out on a busy machine"
+    (arena,) = daemon.core.arenas.values()
+    kept = [item for heap in arena._candidates.values() for item in heap if not item[2].is_linked]
+    assert len(kept) <= 66
+    for tier in tiers:
+        tier.close()
 
 
 def test_forms_of_many_families_are_forgotten_by_age() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -9,15 +10,19 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.daemon import Daemon, protocol, server
+from allocator.errors import TierError
+from kvstore.config import KVStoreConfig
+from kvstore.daemon import Daemon, DaemonSettings, protocol, server
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.core import Core
 from kvstore.daemon.forms import Form
@@ -355,3 +360,87 @@ def test_nobody_is_let_in_without_a_descriptor_of_its_process(daemon: Daemon) ->
         server._pid_fd(ours, os.getpid())
     for one in (ours, theirs):
         one.close()
+
+
+def test_leases_that_have_ended_are_forgotten(tmp_path: Path) -> None:
+    """Found in the soak: each was kept until its time would have been up, so 40,000 a second took 60 MB, and with a
+    longer lease_seconds more."""
+    core = core_of(tmp_path)
+    holder = joined(core)
+    (first, *_), book = fill(core, holder, 2000), core.book
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            lease, _ = core.acquire(holder, FORM, (first,), [1])
+            core.release(holder, [lease])
+        assert tracemalloc.get_traced_memory()[0] < 64 << 10
+    finally:
+        tracemalloc.stop()
+    assert not book._reads
+    assert not book._writes
+    core.close(0)
+
+
+# what the system no longer gives --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_memory_files() -> Iterator[None]:
+    """No file may become as long as a segment: an error that stands for any that nobody has thought of."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def test_an_unusual_error_of_the_system_ends_neither_a_store_nor_the_budget(tmp_path: Path) -> None:
+    """Found here: what was being made counted as on its way for ever, so every store waited a tenth of a second for it,
+    the first ended its client's connection, and nothing more was made ahead."""
+    store = KVStoreConfig(host_bytes=64 << 20, host_prefault=False)
+    core = Core(DaemonSettings(store=store, segment_bytes=1 << 20, socket_path=str(tmp_path / "d.sock")))
+    holder = joined(core)
+    with no_memory_files():
+        fill(core, holder, 20_000)
+        until(lambda: core.pool.making == 0 and 0 < core.pool.made == core.pool.limit < 64)
+    assert core._preparer.is_alive()
+    assert core.pool.counts[f"segments_failed_{errno.EFBIG}"] >= 1
+    assert len(fill(core, holder, 100)) == 100
+    core.arena("").check()
+    core.close(0)
+
+
+def test_a_daemon_without_any_memory_does_not_become_ready(tmp_path: Path) -> None:
+    """Found here: it said that it was ready, with a budget of nothing."""
+    before = threading.active_count()
+    with no_memory_files(), pytest.raises(TierError, match="the system has none"):
+        core_of(tmp_path)
+    until(lambda: threading.active_count() <= before)
+
+
+def test_a_client_for_whom_there_is_no_thread_is_turned_away(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found here: the thread that lets clients in died of it, and the daemon heard nobody any more."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = clients_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        refused = RawClient(daemon.settings.socket_path, hello=False)
+        assert refused.answer() is None
+    refused.close()
+    assert daemon.stats()["counts"]["accept_failed_thread"] == 1
+    assert daemon.stats()["connections"] == 0
+    until(lambda: clients_descriptors() <= before)
+    RawClient(daemon.settings.socket_path).close()
+
+
+def clients_descriptors() -> int:
+    """Sockets and processes; segments, which the daemon goes on making, are neither."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(link.startswith("socket:") or "pidfd" in link for link in links)

@@ -48,6 +48,9 @@ def make_store() -> Iterator[Callable[..., KVStore]]:
         identity = options.pop("identity", None) or Identity(model="toy", weights="w0", geometry=geometry)
         settings.setdefault("codec", "raw")
         settings.setdefault("io_threads", "inline")
+        settings.setdefault("fetch_deadline_seconds", 20.0)  # where none is meant: a busy machine is slow
+        if "tiers" in options or settings.keys() & {"disk_path", "redis_url"}:
+            settings.setdefault("share", True)  # stores of one test stand for processes
         config = KVStoreConfig(device_bytes=blocks * slot_bytes, host_bytes=host_blocks * slot_bytes, **settings)
         store = KVStore(geometry, identity, config, **options)
         stores.append(store)

@@ -77,7 +77,8 @@ def test_measured_prefill_speed_replaces_the_guess() -> None:
     assert costs.prefill_tokens_per_second == pytest.approx(20_000, rel=0.01)
     costs.observe_prefill(0, 1.0)
     costs.observe_prefill(10, 0.0)
-    costs.observe_prefill(10, float("nan"))
+    costs.observe_prefill(100, float("nan"))
+    costs.observe_prefill(9, 0.3)  # the rest of a prompt that was found: a step's own time, not that of tokens
     assert costs.prefill_tokens_per_second == pytest.approx(20_000, rel=0.01)
 
 

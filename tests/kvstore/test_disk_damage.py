@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from allocator.errors import TierError
+from kvstore.disk_tier.index_check import find_damage
 from kvstore.disk_tier.layout import INDEX_NAME
 from kvstore.disk_tier.reader import GONE, DiskReader
 from kvstore.disk_tier.tier import DiskTier
@@ -46,6 +47,14 @@ def test_case_110_an_index_that_was_cut_off_is_begun_anew(tmp_path: Path, fracti
     assert put(tier, range(4), INLINE) == [OK] * 4
     assert get(tier, range(6), INLINE) == [OK] * 4 + [MISS] * 2
     tier.close()
+
+
+def test_a_file_cut_within_its_first_page_is_damaged_or_no_file_of_the_kind(tmp_path: Path) -> None:
+    index = filled(tmp_path)
+    whole = index.read_bytes()
+    for length in range(200):
+        index.write_bytes(whole[:length])
+        assert (find_damage(index) is None) is (length < 44), length  # less does not tell what it was
 
 
 def test_an_inspector_of_a_cut_index_says_so(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import ResultCode
 from tests.kvstore.redis_kit import SIZE_BYTES, ended, get, options, put, remote_tier, until_ok
 from tests.servers import Server, free_port, shared_server
+from tests.stopwatch import Stopwatch
 from tests.tcp_proxy import CuttingProxy
 
 OK, MISS, FULL, FAILED, CANCELLED = (
@@ -28,13 +29,11 @@ OK, MISS, FULL, FAILED, CANCELLED = (
 
 
 def test_a_refused_connection_is_noticed_at_once_and_then_costs_nothing() -> None:
-    with remote_tier(f"redis://127.0.0.1:{free_port()}") as tier:
-        start = time.monotonic()
+    """redis-py itself would try for seconds."""
+    with remote_tier(f"redis://127.0.0.1:{free_port()}") as tier, Stopwatch() as watch:
         assert put(tier, [key_of(n) for n in range(100)]) == [FAILED] * 100
-        assert time.monotonic() - start < 0.05
-        start = time.monotonic()
         assert get(tier, [key_of(1)]) == [FAILED]
-        assert time.monotonic() - start < 0.01
+        assert watch.seconds < 0.5
         counts = tier.counters()
         assert counts["down_unreachable"] == 100
         assert counts["down_breaker_open"] == 1
@@ -53,16 +52,18 @@ def test_a_killed_server_is_used_again_when_it_is_back() -> None:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["direct", "plain"])
 def test_a_hung_server_costs_its_timeout_once(plain: bool) -> None:
-    with Server() as server, remote_tier(server.url, options=options(0.2, plain=plain)) as tier:
+    with Server() as server, remote_tier(server.url, options=options(0.5, plain=plain)) as tier:
         assert put(tier, [key_of(n) for n in range(4)]) == [OK] * 4
         with server.hung():
             start = time.monotonic()
-            assert get(tier, [key_of(n) for n in range(4)]) == [FAILED] * 4
-            assert 0.15 < time.monotonic() - start < 0.7
-            start = time.monotonic()
-            assert get(tier, [key_of(1)]) == [FAILED]
-            assert put(tier, [key_of(9)], 1 << 20) == [FAILED]
-            assert time.monotonic() - start < 0.05
+            with Stopwatch() as watch:
+                assert get(tier, [key_of(n) for n in range(4)]) == [FAILED] * 4
+            assert time.monotonic() - start > 0.4
+            assert watch.seconds < 1.5, "of four keys each would cost it"
+            with Stopwatch() as watch:
+                assert get(tier, [key_of(1)]) == [FAILED]
+                assert put(tier, [key_of(9)], 1 << 20) == [FAILED]
+            assert watch.seconds < 0.4
         until_ok(tier, [key_of(5)])
         assert get(tier, [key_of(n) for n in range(4)]) == [OK] * 4
 
@@ -71,17 +72,17 @@ def test_callers_never_wait_for_a_hung_server() -> None:
     with Server() as server, remote_tier(server.url, executor=ThreadExecutor(), options=options(1.0)) as tier:
         assert put(tier, [key_of(1)]) == [OK]
         buffer = bytearray(SIZE_BYTES)
-        with server.hung():
+        with server.hung(), Stopwatch() as watch:
             slowest = 0.0
             for number in range(200):
-                start = time.perf_counter()
+                start = watch.seconds
                 tier.contains([key_of(n) for n in range(number, number + 32)])
                 tier.submit_get([(key_of(1), buffer)])
                 tier.submit_put([(key_of(1000 + number), [payload_of(key_of(2), 100)])])
                 tier.touch([key_of(1)])
                 tier.delete([key_of(5000 + number)])
                 tier.poll()
-                slowest = max(slowest, time.perf_counter() - start)
+                slowest = max(slowest, watch.seconds - start)
             assert slowest < 0.5  # far below the timeout; a busy machine, not the server, is what it may wait for
 
 
@@ -89,9 +90,9 @@ def test_a_wrong_password_fails_fast_and_is_named() -> None:
     with Server("requirepass right") as server:
         url = server.url.replace("redis://", "redis://default:wrong@")
         with remote_tier(url) as tier:
-            start = time.monotonic()
-            assert put(tier, [key_of(1)]) == [FAILED]
-            assert time.monotonic() - start < 0.2
+            with Stopwatch() as watch:
+                assert put(tier, [key_of(1)]) == [FAILED]
+            assert watch.seconds < 1.0, "redis-py itself would try for four"
             assert tier.counters()["down_auth"] == 1
             assert "wrong" not in f"{tier.address!r} {tier.address} {tier.counters()}"
         with remote_tier(url.replace("wrong", "right")) as tier:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import ConfigError, KVStoreConfig
+from allocator import KVGeometry
+from kvstore import ConfigError, Identity, KVStore, KVStoreConfig
 
 
 def test_there_are_few_knobs_and_each_says_what_it_expects() -> None:
@@ -148,3 +149,12 @@ def test_private_settings_are_in_no_message_and_come_from_files(tmp_path: Path) 
     with pytest.raises(ConfigError, match="KVSTORE_SECRET") as caught:
         KVStoreConfig().with_environment({"KVSTORE_SECRET": "hunter2"})
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_size_that_cannot_be_is_said_by_its_setting(tmp_path: Path) -> None:
+    kv = KVGeometry.uniform(layers=2, kv_heads=2, head_dim=64)
+    identity = Identity(model="m", weights=None, geometry=kv)
+    with pytest.raises(ConfigError, match=r"device_bytes: got \d+, which this machine does not give"):
+        KVStore(kv, identity, KVStoreConfig(device_bytes="9999 TiB"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="disk_bytes: got 100; expected at least 1048576"):
+        KVStore(kv, identity, KVStoreConfig(codec="raw", disk_path=str(tmp_path), disk_bytes=100))

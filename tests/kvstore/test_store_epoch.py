@@ -17,6 +17,7 @@ from tests.kvstore.conftest import full_geometry
 from tests.kvstore.disk_kit import program
 from tests.kvstore.driving import run_prompt
 from tests.servers import Server, shared_server
+from tests.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     import subprocess
@@ -203,10 +204,9 @@ def test_a_reset_without_the_server_raises_and_does_not_wait_for_others(make_sto
         run_prompt(store, "a", PROMPT)
         before = store.identity.epoch
         server.kill()
-        started = time.monotonic()
-        with pytest.raises(TierError, match="remote"):
+        with Stopwatch() as watch, pytest.raises(TierError, match="remote"):
             store.reset()
-        assert time.monotonic() - started < 1.0
+        assert watch.seconds < 0.9, "others are given a second to notice, where there is a server to notice it at"
         assert store.identity.epoch > before
         assert store.lookup(PROMPT).tokens == 0
 

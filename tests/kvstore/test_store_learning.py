@@ -31,7 +31,7 @@ def serve(store: KVStore, name: str, prompt: list[int]) -> int:
     return reused
 
 
-def documents_and_one_offs(store: KVStore, requests: int = 1600) -> int:
+def documents_and_one_offs(store: KVStore, requests: int = 2400) -> int:
     """Half of the requests ask about 60 documents of 12 blocks, half are prompts of 30 that never come back."""
     numbers, reused = random.Random(3), 0
     for number in range(requests):

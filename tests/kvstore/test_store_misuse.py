@@ -48,6 +48,12 @@ def test_a_store_says_what_it_cannot_be_made_of(wrong: dict[str, Any], said: str
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (lambda store: store.wait("a"), "timeout_seconds: got 'a' (str); expected seconds, 0 or more"),
+        (lambda store: store.wait(-1), "timeout_seconds: got -1 (int)"),
+        (lambda store: store.wait(None), "timeout_seconds: got None (NoneType)"),
+        (lambda store: store.wait_layer("live", 0, -1), "timeout_seconds: got -1 (int); expected seconds, 0 or more"),
+        (lambda store: store.wait_layer("live", -1, 1.0), "layer: got -1 (int); expected an int >= 0"),
+        (lambda store: store.wait_layer("live", True, 1.0), "layer: got True (bool)"),
         (lambda store: store.admit("a", PROMPT, lease="x"), "lease: got 'x'; expected the Lease that pin gave"),
         (lambda store: store.admit("a", PROMPT, exact="no"), "exact: got 'no' (str); expected True or False"),
         (lambda store: store.lookup(PROMPT, exact=1), "exact: got 1 (int); expected True or False"),

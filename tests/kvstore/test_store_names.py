@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from allocator import CacheGroup, ConfigError, GroupKind, KVGeometry, UsageError
-from kvstore import Identity, KVStore, KVStoreConfig, Media
+from kvstore import HashChain, HostTier, Identity, KVStore, KVStoreConfig, Media
 from tests.kvstore.conftest import full_geometry
 from tests.kvstore.driving import fill
 
@@ -64,6 +64,32 @@ def test_a_hashed_prompt_and_another_identity_do_not_mix(make_store: Callable[..
         with pytest.raises(UsageError, match="media"):
             call(plain, media=[Media(bytes(32), 0, 1)])  # type: ignore[operator]
     assert store.lookup(adapted, identity=adapter).tokens == 0
+
+
+def test_a_prompt_that_was_hashed_elsewhere_has_a_name_of_this_store_or_is_refused(
+    make_store: Callable[..., KVStore],
+) -> None:
+    """Two models over one tier: the chain of one, handed to the other's store, would store its KV under that name."""
+    geometry = full_geometry()
+    tier = HostTier(1 << 20)
+    first = make_store(tiers=[tier], identity=Identity(model="toy", weights="w0", geometry=geometry))
+    other = Identity(model="toy", weights="w1", geometry=geometry)
+    second = make_store(tiers=[tier], identity=other)
+    prompt = list(range(4 * B + 1))
+    foreign, own = first.prepare(prompt), HashChain(other.root(), B)
+    own.extend(prompt)
+    made_by_hand = HashChain(foreign.root, B)
+    made_by_hand.extend(prompt)
+    for chain in (foreign, foreign.fork(), made_by_hand):
+        with pytest.raises(UsageError, match="hashed elsewhere, under another identity"):
+            second.admit("a", chain)
+        with pytest.raises(UsageError, match="hashed elsewhere"):
+            second.lookup(chain)
+        assert second.lookup(chain, identity=first.identity).tokens == 0, "said here too, it is meant"
+    third = make_store(tiers=[tier], identity=other)
+    adapter = Identity(model="toy", weights="w1", geometry=geometry, adapter="a")
+    for chain in (own, second.prepare(prompt), third.prepare(prompt), second.prepare(prompt, identity=adapter)):
+        assert second.lookup(chain).tokens == 0
 
 
 def test_case_012_an_identity_of_another_geometry_is_refused(make_store: Callable[..., KVStore]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -272,3 +273,10 @@ def test_bits_that_are_no_table_are_named(bits: object) -> None:
 def test_a_tuple_is_no_block_shape(name: str) -> None:
     with pytest.raises(CodecError, match=r"shape must be a BlockShape, got \(1, 1, 16, 8, 8\)"):
         get_codec(name).decode(b"", (1, 1, 16, 8, 8), torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["raw", "int4", "int8k"])
+@pytest.mark.parametrize("payload", [None, "x", 5])
+def test_what_is_no_payload_is_refused(name: str, payload: Any) -> None:
+    with pytest.raises(CodecError, match=rf"payload must be bytes or a uint8 tensor, got {payload!r} "):
+        get_codec(name).decode(payload, BlockShape(1, 1, 16, 8, 8), torch.float32)

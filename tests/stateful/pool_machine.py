@@ -28,10 +28,9 @@ from allocator import (
     CapacityError,
     EvictionPolicy,
     ExtentLayout,
-    GroupHit,
     Move,
     UsageError,
-    common_hit,
+    window_first_block,
 )
 
 BLOCK_TOKENS = 2
@@ -269,11 +268,21 @@ class PoolMachine(RuleBasedStateMachine):
             sequence.tokens.append(token)
         return True
 
+    def longest_hit(self, hashes: list[bytes], exact: bool) -> tuple[int, list[list[int]]]:
+        """The most leading blocks that every group has as far as it reads them, and the ids, -1 before a window."""
+        found = [self.pool.index(group).find_many(hashes, exact) for group in GROUPS]
+        for count in range(len(hashes), 0, -1):
+            firsts = [
+                window_first_block(count * BLOCK_TOKENS, window, BLOCK_TOKENS) if window else 0 for window in WINDOWS
+            ]
+            if all(min(ids[first:count]) >= 0 for first, ids in zip(firsts, found, strict=True)):
+                return count, [[-1] * first + ids[first:count] for first, ids in zip(firsts, found, strict=True)]
+        return 0, [[] for _ in GROUPS]
+
     def admit(self, token_ids: list[int], exact: bool, keep: int) -> None:
         hashes = chain(token_ids[:-1])
         sequence = Sequence([self.table_class(self.pool, group, BLOCK_TOKENS, WINDOWS[group]) for group in GROUPS])
-        needs = [GroupHit(self.pool.index(group), hashes, WINDOWS[group]) for group in GROUPS]
-        count, ids = common_hit(needs, BLOCK_TOKENS, exact)
+        count, ids = self.longest_hit(hashes, exact)
         for group, table in enumerate(sequence.tables):
             self.pool.share(ids[group])
             table.append(ids[group])

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
-from allocator import BlockTable
+from allocator import BlockTable, KVError
 from kvstore.tier import ResultCode
 from kvstore.upkeep import Upkeep
 from tests.stateful.disturbed_machine import DisturbedMachine
@@ -70,11 +71,11 @@ def failed_copies_taken_as_good(store: KVStore) -> None:
 def targets_shifted(store: KVStore) -> None:
     submit = store._upkeep.mover.fetcher._submit
 
-    def shifted(tier: Any, copies: list[Any], now: float) -> None:
+    def shifted(tier: Any, copies: list[Any], now: float, *, by_layer: bool) -> None:
         if len({copy.form for copy in copies}) == 1:
             for copy, key in zip(copies, [copy.key for copy in copies][::-1], strict=True):
                 copy.key = key
-        submit(tier, copies, now)
+        submit(tier, copies, now, by_layer=by_layer)
 
     store._upkeep.mover.fetcher._submit = shifted  # type: ignore[method-assign]
 
@@ -178,6 +179,8 @@ def reset_leaves_queued_copies(store: KVStore) -> None:
     store._upkeep.writes.clear = lambda cause: None  # type: ignore[method-assign]
 
 
+FOUND = (AssertionError, KVError, KeyError, ExceptionGroup, Flaky)
+"""Flaky: damage that depends on what lay in memory, so that a second run goes another way."""
 _UNDO: list[Callable[[], None]] = []
 BUGS = [
     cold_reads_not_noted,
@@ -198,6 +201,20 @@ BUGS = [
 DISTURBED_BUGS = [reset_forgets_only_idle_blocks, lease_not_given_back, reset_leaves_queued_copies]
 
 
+def hunt(machine: type[StoreMachine]) -> None:
+    """Damage must show as what a machine says of it, not as a planted bug that does not fit the code any more.
+
+    Some draws of 300 runs miss a bug, and which are drawn depends on the modules that happen to be loaded: then two
+    more are made.
+    """
+    for fixed in (True, False, False):
+        try:
+            run_state_machine_as_test(machine, settings=settings(HUNT, derandomize=fixed))  # type: ignore[no-untyped-call]
+        except FOUND:
+            return
+    pytest.fail("the planted bug was not found in three draws")
+
+
 @pytest.mark.parametrize("bug", DISTURBED_BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bug_is_found_by_resets_and_leases(bug: Callable[[KVStore], None]) -> None:
     class Planted(DisturbedMachine):
@@ -206,8 +223,7 @@ def test_planted_bug_is_found_by_resets_and_leases(bug: Callable[[KVStore], None
             bug(store)
             return store
 
-    with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever the damage looks like, it must show
-        run_state_machine_as_test(Planted, settings=HUNT)  # type: ignore[no-untyped-call]
+    hunt(Planted)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -219,8 +235,7 @@ def test_planted_bug_is_found(bug: Callable[[KVStore], None]) -> None:
             return store
 
     try:
-        with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever the damage looks like, it must show
-            run_state_machine_as_test(Planted, settings=HUNT)  # type: ignore[no-untyped-call]
+        hunt(Planted)
     finally:
         while _UNDO:
             _UNDO.pop()()

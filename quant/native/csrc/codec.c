@@ -198,6 +198,7 @@ static int good_record(const uint8_t *record, const kv_record_layout *layout) {
 }
 
 void kv_validate_blocks(const kv_codec_job *job, uint8_t *valid) {
+    if (job->blocks == 0) return; /* `valid` may be no memory at all */
     memset(valid, 1, (size_t)job->blocks);
     const int64_t records = job->blocks * job->layers * job->heads * job->runs;
     position at = {0};

@@ -1,25 +1,18 @@
 """Three servers that are slow on purpose, each in its own way: `kvstore doctor` names the cause of each.
 
-The real server in a process of its own, real tiny models, the command as a user gives it. A disturbed machine may make
-the doctor refuse; then it is asked again. Naming a wrong cause is never forgiven.
+The real server in a process of its own, real tiny models, the command as a user gives it.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_adapter.server.own_loop import own_loop
-from kvstore.cli import main
-from tests.engine_adapter.demo_kit import save_tiny_model
+from tests.engine_adapter.doctor_kit import diagnosed, save_slow_model
 
 pytestmark = pytest.mark.slow
-_TRIES = 4
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +24,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model(folder: Path, **shape: int) -> list[str]:
     """Words that make the server serve a model of that shape."""
-    save_tiny_model(folder)
-    fields = json.loads((folder / "config.json").read_text())
-    torch.manual_seed(5)
-    small = {"num_hidden_layers": 1, "max_position_embeddings": 8192, "initializer_range": 0.05}
-    LlamaForCausalLM(LlamaConfig(**{**fields, **small, **shape})).save_pretrained(folder)
-    return ["--model", str(folder), "--threads", "1"]
-
-
-def diagnosed(url: str, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """The first report that is no refusal."""
-    for _ in range(_TRIES):
-        code = main(("doctor", "--url", url, "--json", "-", "--rounds", "2", *words))
-        report: dict[str, Any] = json.loads(capsys.readouterr().out)["speed"]
-        assert code == (0 if report["verdict"]["refused"] is None else 1)
-        if code == 0:
-            return report
-    pytest.fail(f"refused {_TRIES} times: {report['verdict']}")
+    return ["--model", str(save_slow_model(folder, **shape)), "--threads", "1"]
 
 
 def test_compute_bound_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,4 +52,4 @@ def test_queueing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         report = diagnosed(url, capsys, *asked)
         assert (report["verdict"]["bottleneck"], report["verdict"]["cause"]) == ("queue", "queueing"), report
     with own_loop(words) as url:  # the same with room for all: whatever it is now, it is no queue
-        assert diagnosed(url, capsys, *asked)["verdict"]["bottleneck"] != "queue"
+        assert diagnosed(url, capsys, *asked, names=False)["verdict"]["bottleneck"] != "queue"

@@ -59,7 +59,9 @@ def test_pages_come_back_in_another_engine_at_other_places(tiers: dict[str, Any]
     ("make", "layout"), [(mha_pool, one) for one in kit.MHA_LAYOUTS] + [(mla_pool, one) for one in kit.MLA_LAYOUTS]
 )
 @pytest.mark.parametrize("interface_v1", [1, 0])
-def test_every_layout_in_place_and_as_copies(disk: dict[str, Any], make: Any, layout: str, interface_v1: int) -> None:
+def test_case_128_every_layout_in_place_and_as_copies(
+    disk: dict[str, Any], make: Any, layout: str, interface_v1: int
+) -> None:
     extra = {**disk, "interface_v1": interface_v1}
     keys, source, target = chain(4), fill(make(layout), 1), fill(make(layout), 2)
     is_mla = make is mla_pool
@@ -192,3 +194,28 @@ def test_a_pool_that_cannot_be_copied_in_place_is_refused_at_start(disk: dict[st
     short.size_per_token -= 2
     with pytest.raises(ConfigError, match="a page's pieces are 512 bytes; expected 504"), storage(short, disk):
         pass
+
+
+def test_the_daemon_says_what_engines_have_found(tmp_path: Path) -> None:
+    """A lookup counts; what is asked to load and to store does not. Pages before those asked for are SGLang's own."""
+    daemon = Daemon(daemon_kit.settings(tmp_path))
+    daemon.start()
+    extra = {"daemon": str(tmp_path / "d.sock"), "prefill_tokens_per_second": 1000.0}
+    keys = chain(6)
+    with storage(fill(mha_pool(), 1), extra) as made:
+        assert made.batch_exists(keys[:4]) == 0
+        assert made.batch_set_v1(keys[:4], indices(FROM)) == [True] * 4
+        assert made.batch_exists(keys[2:], HiCacheStorageExtraInfo(prefix_keys=keys[:2])) == 2
+        assert made.batch_get_v1(keys[:4], indices(TO)) == [True] * 4
+        daemon_kit.until(lambda: daemon.stats()["lookups"]["reused_tokens"] == 4 * kit.PAGE)  # what was read
+        found = daemon.stats()["lookups"]
+        assert found["lookups"] == 2
+        assert (found["hit_blocks"], found["missed_blocks"]) == ({"host": 2}, {"never_stored": 6})
+        assert found["saved_prefill_seconds"] == pytest.approx(4 * kit.PAGE / 1000)
+        (top,) = daemon.stats()["prefixes"]
+        assert (top["hit_blocks"], top["longest_tokens"]) == (2, 4 * kit.PAGE), "by the prompt's own first page"
+        assert top["block"] == keys[0][:12]
+    with storage(fill(mha_pool(), 1), extra, tp_rank=1, tp_size=2) as other:
+        assert other.batch_exists(keys) == 0
+    assert daemon.stats()["lookups"]["lookups"] == 2, "the first rank tells for all"
+    daemon.stop()

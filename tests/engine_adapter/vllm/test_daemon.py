@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import BLOCK, prompt
 from tests.engine_adapter.vllm.peer import Peer
 from tests.engine_adapter.vllm.test_processes import PROMPTS, WHOLE
-from tests.kvstore.daemon.kit import ServeProcess, until
+from tests.kvstore.daemon.kit import ServeProcess, checked_daemon, settings, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -50,3 +51,32 @@ def test_another_process_loads_and_a_daemon_that_restarts_is_missed_and_found_ag
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         daemon.stop()
         assert not engine.llm.reset_prefix_cache(reset_connector=True)  # a store that is not reached is not reset
+
+
+def test_the_daemon_says_what_engines_have_found(models: dict[str, Path], tmp_path: Path) -> None:
+    """Once a request, whatever was asked for it and for storing: the first computes, the next finds, half of it."""
+    with checked_daemon(settings(tmp_path, 64 << 20)) as daemon:
+
+        def lookups() -> dict[str, Any]:
+            return daemon.stats()["lookups"]  # type: ignore[no-any-return]
+
+        with kit.engine(models["full"], {"daemon": daemon.settings.socket_path}) as engine:
+            asked = prompt(91, 500)
+            blocks = 499 // BLOCK
+            expected, _ = engine.answer(asked)
+            engine.settle()
+            until(lambda: lookups()["lookups"] == 1)
+            assert lookups()["missed_blocks"] == {"never_stored": blocks}
+            engine.forget()
+            assert engine.answer(asked) == (expected, blocks * BLOCK)
+            until(lambda: lookups()["reused_tokens"] == blocks * BLOCK)
+            found = lookups()
+            assert found["lookups"] == 2
+            assert (found["hit_blocks"], found["asked_blocks"]) == ({"host": blocks}, 2 * blocks)
+            assert found["saved_prefill_seconds"] > 0, "the engine has told how fast it computes"
+            engine.forget()
+            assert engine.answer([*asked[:256], *prompt(92, 244)])[1] == 256 // BLOCK * BLOCK
+            until(lambda: lookups()["lookups"] == 3)
+            assert lookups()["hit_blocks"] == {"host": blocks + 256 // BLOCK}
+            (top,) = daemon.stats()["prefixes"]
+            assert (top["lookups"], top["longest_tokens"]) == (2, blocks * BLOCK)

@@ -36,11 +36,17 @@ class Puts:
         return taken
 
 
-@pytest.fixture(scope="module", params=["full", "hybrid", "mla"])
+TIERS = [("full", "host"), ("hybrid", "host"), ("mla", "host"), ("hybrid", "device"), ("mla", "device")]
+
+
+@pytest.fixture(scope="module", params=TIERS, ids="-".join)
 def engine(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[Engine]:
-    with kit.engine(models[request.param], {"host_bytes": "64 MiB", "codec": "int4"}) as made:
-        made.family = request.param  # type: ignore[attr-defined]
+    family, tier = request.param
+    size = {"host": "host_bytes", "device": "device_int4_bytes"}[tier]
+    with kit.engine(models[family], {size: "64 MiB", "codec": "int4"}) as made:
+        made.family = family  # type: ignore[attr-defined]
         yield made
+        assert [one.name for one in made.shelf.below.tiers] == [tier]
 
 
 def test_what_follows_encoded_copies_is_stored_as_lossy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

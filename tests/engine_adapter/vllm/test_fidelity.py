@@ -23,14 +23,14 @@ PREFIX, WHOLE = 512, 768
 POSITIONS = range(PREFIX + 8, PREFIX + 128, 16)
 
 
-@pytest.fixture(scope="module")
-def smollm() -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["host_bytes", "device_int4_bytes"])
+def smollm(request: pytest.FixtureRequest) -> Iterator[Engine]:
     try:
         folder = packaged_model_dir()
     except FileNotFoundError as error:
         pytest.skip(str(error))
     settings = {"kv_cache_memory_bytes": 256 << 20, "max_logprobs": 64}
-    with kit.engine(folder, {"host_bytes": "256 MiB", "codec": "int4"}, **settings) as made:
+    with kit.engine(folder, {request.param: "256 MiB", "codec": "int4"}, **settings) as made:
         made.folder = folder  # type: ignore[attr-defined]
         yield made
 
@@ -81,8 +81,11 @@ def after_a_hit(engine: Engine, texts: list[list[int]]) -> tuple[float, float]:
 
 
 def test_a_real_model_keeps_the_fidelity_bar_after_a_hit(smollm: Engine) -> None:
-    mean_kl, agreement = after_a_hit(smollm, windows(smollm.folder, 4))  # type: ignore[attr-defined]
-    print(f"mean KL {mean_kl:.5f}, agreement {agreement:.3f}")
+    tier = smollm.shelf.below.tiers[0].name
+    count = 4 if tier == "host" else 2
+    mean_kl, agreement = after_a_hit(smollm, windows(smollm.folder, count))  # type: ignore[attr-defined]
+    assert smollm.shelf.below.counters()[f"loaded_blocks_{tier}"] >= count * PREFIX // kit.BLOCK
+    print(f"{tier}: mean KL {mean_kl:.5f}, agreement {agreement:.3f}")
     assert 0 < mean_kl <= BAR
     assert agreement >= 0.9
 
@@ -94,6 +97,13 @@ def test_planted_coarser_values_break_the_bar(smollm: Engine, monkeypatch: pytes
         real(self, group, form, heads, payloads, count, target)
         target[0].mul_(1.2)
 
+    from_slots = Forms.read_places
+
+    def coarser_slots(self: Forms, group: int, form: int, memory: Any, places: Any, target: Any) -> None:
+        from_slots(self, group, form, memory, places, target)
+        self._tensors(group, self.own[group], target, len(places))[0].mul_(1.2)
+
     monkeypatch.setattr(Forms, "_decode", coarser)
+    monkeypatch.setattr(Forms, "read_places", coarser_slots)
     mean_kl, _ = after_a_hit(smollm, windows(smollm.folder, 1))  # type: ignore[attr-defined]
     assert mean_kl > BAR

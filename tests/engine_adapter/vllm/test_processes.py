@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvstore.simulation import read
+from kvstore.trace_recorder import FILE_VARIABLE
 from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import BLOCK, prompt
 from tests.engine_adapter.vllm.peer import Peer
@@ -49,12 +51,19 @@ def test_disk_serves_the_next_process_and_bad_bytes_are_computed(
     assert [tokens for tokens, _ in third["answers"]] == [tokens for tokens, _ in first["answers"]]
 
 
-def test_a_server_serves_engines_of_the_same_weights_whatever_their_ranks(models: dict[str, Path], peer: Peer) -> None:
-    """Two ranks store half of the heads each; one that has all of them reads both."""
+def test_a_server_serves_engines_of_the_same_weights_whatever_their_ranks(
+    models: dict[str, Path], peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks store half of the heads each; one that has all of them reads both. What it served is recorded."""
     with Server() as server:
         tiers = {"redis_url": server.url}
         first = peer.run(models["hybrid"], tiers, PROMPTS, ranks=2)
+        monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "trace.jsonl"))
         second = here(models["hybrid"], tiers)
+        monkeypatch.delenv(FILE_VARIABLE)
         other = here(models["hybrid"], {**tiers, "weights": "others"})
     assert second["answers"] == [[tokens, whole] for (tokens, _), whole in zip(first["answers"], WHOLE, strict=True)]
     assert (first["hits"], second["hits"], other["hits"]) == (0, sum(WHOLE), 0)
+    trace = read(tmp_path / "trace.jsonl")
+    assert trace.input_tokens.tolist() == [len(one) for one in PROMPTS]
+    assert trace.output_tokens.tolist() == [len(tokens) for tokens, _ in second["answers"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,35 @@ def test_an_abort_while_loading_gives_the_blocks_back(engine: Engine, monkeypatc
         time.sleep(0.001)
     assert free_blocks(engine) == free
     assert engine.answer(asked)[0] == expected
+
+
+@pytest.mark.parametrize("lost", [slice(0, None), slice(11, 12), slice(36, None)], ids=["all", "one", "the last"])
+def test_a_block_that_goes_between_lookup_and_load_is_computed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, lost: slice
+) -> None:
+    asked = prompt(62, 600)
+    engine.forget(store_too=True)
+    (expected,) = engine.answers([asked])
+    engine.forget()
+    shelf = engine.shelf
+    (tier,) = shelf.below.tiers
+    groups = range(len(shelf._residency.shards))
+    real, before = shelf.load, Counter(shelf.below.counters())
+
+    def late(order: Any) -> None:
+        first = [shelf._residency.copy_key(order.root, group, order.hashes[0], 0, True) for group in groups]
+        assert tier.delete([key for one in first for key in one.with_hashes(order.hashes[lost])])
+        real(order)
+
+    monkeypatch.setattr(shelf, "load", late)
+    assert engine.answer(asked)[0] == expected
+    loaded = Counter(shelf.below.counters()) - before
+    assert loaded["loads_failed"] == 1
+    assert loaded["loaded_blocks_host"] <= lost.start * len(groups)
+    assert loaded["loaded_tokens"] == 0
+    monkeypatch.undo()
+    engine.forget()
+    assert engine.answer(asked) == (expected, 599 // BLOCK * BLOCK)  # stored anew
 
 
 def test_an_abort_while_decoding_leaves_nothing_wrong_behind(engine: Engine) -> None:

@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from allocator import ConfigError
+from engine_adapter.vllm_connector.device_tier import DeviceTier
+from engine_adapter.vllm_connector.lookup import Answer, LookupServer
 from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import Engine, attribute, refused, setting
 
@@ -29,9 +31,10 @@ def engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     ("change", "expected"),
     [
         (setting(block_tokens=48), "start vLLM with --block-size"),
-        (setting(disk_path="", redis_url=""), "expected host_bytes, disk_path, redis_url or daemon"),
+        (setting(disk_path="", redis_url=""), "redis_url, daemon or device_int4_bytes"),
         (setting(daemon="tcp://there"), "expected the path of its socket"),
         (setting(codec="int4", block_tokens=8), "block_tokens a multiple of 16"),
+        (setting(device_int4_bytes="1 GiB"), "expected codec 'int4' beside it"),
         (attribute("kv_transfer_config", "kv_load_failure_policy", "fail"), "expected recompute"),
         (attribute("model_config", "model", "some/model"), "set weights in kv_connector_extra_config"),
         (attribute("cache_config", "cache_dtype", "int4_per_token_head"), "kv_cache_dtype: got 'int4_per_token_head'"),
@@ -41,6 +44,44 @@ def engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 )
 def test_an_engine_that_cannot_work_is_refused_at_start(engine: Engine, change: Any, expected: str) -> None:
     assert expected in refused(engine, change)
+
+
+def test_a_device_tier_without_room_for_a_block_is_refused_at_start(engine: Engine) -> None:
+    given = setting(disk_path="", codec="int4", device_int4_bytes=1000)
+    assert "device_int4_bytes: got 1000; expected at least" in refused(engine, given, role="WORKER")
+
+
+@pytest.mark.parametrize("what", ["another tier", "the socket"])
+def test_a_start_that_fails_gives_its_device_tier_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    closed: list[int] = []
+    real = DeviceTier.close
+
+    def close(tier: DeviceTier) -> None:
+        closed.append(tier.capacity_bytes)
+        real(tier)
+
+    monkeypatch.setattr(DeviceTier, "close", close)
+    given = {"disk_path": "", "codec": "int4", "block_tokens": 16, "device_int4_bytes": "8 MiB"}
+    if what == "another tier":
+        assert "ftp" in refused(engine, setting(**given, redis_url="ftp://there"), role="WORKER")
+    else:
+        taken = LookupServer("another", lambda question, hashes: Answer(0, False, 0))
+        with pytest.raises(OSError, match="in use"):
+            refused(engine, setting(**given), role="WORKER")
+        taken.close()
+    assert closed == [8 << 20]
+
+
+def test_a_card_that_cannot_copy_is_refused_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("says what happens without a card")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    message = refused(engine, attribute("device_config", "device_type", "cuda"), role="WORKER")
+    assert "whose pages cannot be copied (no " in message
 
 
 def test_an_unknown_kind_of_server_is_refused_at_start(engine: Engine) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvstore import HostTier
-from kvstore.cli import doctor_install, main
+from kvstore.cli import doctor_install, doctor_tiers, main
 from kvstore.executor import InlineExecutor
 from kvstore.tier import GetItem
 from tests.kvstore.diagnosis.planted_endpoint import Plant, planted
+from tests.servers import shared_server
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +66,28 @@ def test_a_tier_that_gives_wrong_bytes_is_found(
     assert "2 blocks came back wrong" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("setting", "advised"), [("212992\n", True), ("4194304\n", False), (None, False)])
+def test_a_small_send_buffer_of_a_server_on_a_unix_socket_is_said(
+    setting: str | None,
+    advised: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = tmp_path / "wmem_default"
+    if setting is not None:
+        given.write_text(setting)
+    monkeypatch.setattr(doctor_tiers, "_SEND_BUFFER", given)
+    server = shared_server()
+    for url, expected in ((server.unix_url, advised), (server.url, False)):
+        assert main(("doctor", "--tiers", "--config", settings(tmp_path, f'redis_url = "{url}"\n'))) == 0
+        told = capsys.readouterr().out
+        assert ("wmem_default" in told) is expected
+        assert ("=4194304 (now 212992)" in told) is expected
+
+
 def test_no_tier_is_said_and_bad_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("doctor", "--tiers")) == 0
+    assert main(("doctor", "--tiers")) == 1, "nothing was looked at"
     assert "no tier below the device is configured" in capsys.readouterr().out
     assert main(("doctor", "--tiers", "--config", settings(tmp_path, "host_byte = 3\n"))) == 2
     assert "did you mean 'host_bytes'" in " ".join(capsys.readouterr().err.split())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import main
+from kvstore.cli.simulate import _folded
 
 WORKLOAD = ("simulate", "--workload", "rag", "--requests", "300", "--capacity-percent", "2,20")
 
@@ -33,6 +34,16 @@ def test_the_table_names_what_was_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "300 requests" in lines[0]
     assert [line.split()[0] for line in lines[2:]] == ["lru"] * 4
     assert [line.split()[4] for line in lines[2:]] == ["raw", "raw", "int4", "int4"]
+
+
+def test_a_table_too_wide_for_the_terminal_is_folded() -> None:
+    table = [["policy", "capacity", "blocks", "codec", "hosts", "hits", "saved"],
+             ["lru", "5 %", "29", "raw", "1", "20.25%", "0.01"],
+             ["lru", "10 %", "59", "raw", "1", "28.34%", "0.01"]]  # fmt: skip
+    widths = [max(len(row[at]) for row in table) for at in range(7)]
+    assert _folded(table, widths, None) == _folded(table, widths, 53) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert _folded(table, widths, 40) == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]], "what tells rows apart stands in each"
+    assert _folded(table, widths, 1) == [[0, 1, 2, at] for at in (3, 4, 5, 6)], "a column in each, however narrow"
 
 
 def test_many_processes_come_to_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:

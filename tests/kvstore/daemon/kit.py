@@ -18,9 +18,10 @@ import numpy as np
 
 from kvstore.config import KVStoreConfig
 from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
+from kvstore.daemon.pace import Pace
 from kvstore.daemon.session import Session
 from kvstore.testing.transfer_contract import key_of, payload_of
-from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
+from kvstore.tier import CopyKey, GetItem, Lookup, PutItem, ResultCode
 
 ROOT = Path(__file__).resolve().parents[3]
 PAYLOAD_BYTES = 4096
@@ -48,6 +49,18 @@ def checked_daemon(settings: DaemonSettings) -> Iterator[Daemon]:
     daemon.stop()
     for arena in daemon.core.arenas.values():
         arena.check()
+
+
+def look_up(tier: DaemonTier, keys: Sequence[CopyKey]) -> int:
+    """As an engine does: ask, and say what it goes by; returns when the daemon has counted it."""
+    hashes = [key.hash for key in keys]
+    found = tier.leading_run(keys[0], hashes)
+    copies = dict(enumerate(keys[:found]))
+    tier.note_lookup(Lookup(keys[0], hashes, copies, range(found, len(keys)), len(keys)))
+    if found:
+        tier.note_reuse(keys[0], found)
+    _ = tier.used_bytes
+    return found
 
 
 def counts(daemon: Daemon) -> dict[str, int]:
@@ -142,10 +155,10 @@ class RawClient:
         self.welcome = self.ask(protocol.Hello, protocol.MAGIC, protocol.VERSION, "raw") if hello else None
 
     @classmethod
-    def beside(cls, daemon: Daemon, *, hello: bool = True) -> RawClient:
-        """A session without the listening socket and its limits."""
+    def beside(cls, daemon: Daemon, *, hello: bool = True, uid: int | None = None) -> RawClient:
+        """A session without the listening socket and its limits. uid: whose, by default our own."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        session = Session(daemon.core, theirs, os.geteuid(), os.getpid(), -1, lambda _: 1)
+        session = Session(daemon.core, theirs, os.geteuid() if uid is None else uid, os.getpid(), -1, Pace(1e9))
         threading.Thread(target=session.serve, daemon=True).start()
         return cls("", hello=hello, sock=ours)
 

@@ -24,13 +24,15 @@ from kvstore.daemon import DaemonTier, protocol
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import CopyKey, GetItem, PutItem, ResultCode
-from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, until
+from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, look_up, until
 
 CLIENTS = 8
 _KEYS = 1500
 _SIZES = (3000, 20_000, 60_000)
 _LEAST_JUDGED_SECONDS = 300
-_WARM_UP = 0.4  # share of the time after which memory is first looked at
+_WARM_UP = 0.4
+"""Share of the time after which memory is first looked at: by then the arena, the disk and their queues of copies that
+may go are as full as they get."""
 
 
 def client(path: str, seed: int) -> int:
@@ -56,7 +58,7 @@ def client(path: str, seed: int) -> int:
             transfer = tier.submit_get([GetItem(key, buffer) for key, buffer in wanted])
             reading[transfer.id] = wanted
         elif choice < 0.9:
-            tier.leading_run(keys[0], [key.hash for key in keys])
+            look_up(tier, keys)
             transfer = None
         elif choice < 0.95:
             tier.unpin([key for key, held in zip(keys, tier.pin(keys), strict=True) if held])
@@ -108,8 +110,8 @@ def soak(seconds: float, *, kill_seconds: float = 1.0, clients: int = CLIENTS) -
                 rss_series.append(server.rss_bytes() >> 10)
                 if not warm_rss and time.monotonic() - begun > _WARM_UP * seconds:
                     warm_rss = server.rss_bytes()
+            end_rss = server.rss_bytes()  # with as many clients as there were then
             transfers = finish(running)
-            end_rss = server.rss_bytes()
             report = check_nothing_left(path, server, quiet_fds)
         finally:
             for one in running:

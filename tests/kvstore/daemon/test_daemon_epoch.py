@@ -178,7 +178,7 @@ def test_case_008_a_reset_on_another_host_reaches_the_clients_of_this_one(tmp_pa
     lowers = daemon.core.lowers
     until(lambda: lowers[0].tier.read_epoch() == raised, what="the disk is told too")
     assert tier.raise_epoch(0) > raised
-    assert other_host.read_epoch() == tier.seen_epoch()
+    until(lambda: other_host.read_epoch() == tier.seen_epoch())
     for one in (tier, other_host):
         one.close()
     daemon.stop()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -17,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from allocator.errors import ConfigError, TierError, UsageError
-from kvstore.config import KVStoreConfig
-from kvstore.daemon import Daemon, DaemonSettings, DaemonTier, protocol
+from allocator.errors import TierError, UsageError
+from kvstore.daemon import Daemon, DaemonTier, protocol
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of, payload_of
 from kvstore.tier import PutItem, ResultCode
-from tests.kvstore.daemon.kit import ROOT, RawClient, ServeProcess, get, put, settings, tier_at, until
+from tests.kvstore.daemon.kit import RawClient, ServeProcess, get, put, settings, tier_at, until
 
 OK, MISS, FAILED = ResultCode.OK, ResultCode.MISS, ResultCode.FAILED
 KILLS = 3
@@ -284,11 +280,11 @@ def test_the_budget_holds_and_readiness_does_not_wait_for_memory(
 ) -> None:
     may_go_on, made = threading.Event(), [0]
 
-    def slow(size_bytes: int) -> SegmentMemory:
+    def slow(size_bytes: int, at_leisure: bool) -> SegmentMemory:
         made[0] += 1
         if made[0] > 1:
             may_go_on.wait(60)
-        return SegmentMemory(size_bytes)
+        return SegmentMemory(size_bytes, at_leisure)
 
     monkeypatch.setattr("kvstore.daemon.core.SegmentMemory", slow)
     daemon = Daemon(settings(tmp_path, 256 << 20))
@@ -324,56 +320,6 @@ def shared_kib() -> int:
     return int(next(line for line in lines if line.startswith("Shmem:")).split()[1])
 
 
-def test_serve_checks_its_settings_and_never_imports_torch(tmp_path: Path) -> None:
-    good = tmp_path / "good.toml"
-    good.write_text(
-        f'[kvstore]\nhost_bytes = "64 MiB"\n[daemon]\nsocket_path = "{tmp_path}/s"\nallowed_uids = [1000]\n'
-        '[daemon.quotas]\nalice = "1 MiB"\n[daemon.domains]\nteam = [1001, 1002]\n'
-    )
-    program = (
-        "import sys; from kvstore.cli import main; import kvstore.daemon.server, kvstore.daemon.client\n"
-        "code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
-    )
-    command = [sys.executable, "-c", program, "serve", "--check", "--config", str(good)]
-    done = subprocess.run([*command, "--json", "-"], cwd=ROOT, capture_output=True, text=True, check=True)
-    report, _, last = done.stdout.rpartition("}\n")
-    assert last.strip() == "False 0"
-    found = json.loads(report + "}")
-    assert found["quotas"] == [["alice", 1 << 20]]
-    assert found["host_bytes"] == 64 << 20
-    bad = tmp_path / "bad.toml"
-    bad.write_text('[kvstore]\nhost_bytes = "64 MiB"\n[daemon]\nsegment_bytes = 5000\n')
-    done = subprocess.run([*command[:-1], str(bad)], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "False 2" in done.stdout
-    assert "segment_bytes: got 5000; expected a multiple of" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"lease_seconds": 0}, "lease_seconds: got 0"),
-        ({"allowed_uids": "root"}, "allowed_uids: got 'root'"),
-        ({"domains": {"a": [1], "b": [1]}}, "domains: got"),
-        ({"quotas": {"a": "many"}}, "quotas: got"),
-        ({"socket_path": "/" + "x" * 120}, "socket_path: got 121 characters"),
-    ],
-)
-def test_a_wrong_setting_is_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DaemonSettings(store=KVStoreConfig(host_bytes=1 << 20), **changes)
-    assert said in str(caught.value)
-
-
-def test_environment_and_flags_go_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text('[kvstore]\nhost_bytes = "8 MiB"\n[daemon]\nclients_limit = 5\ndrain_seconds = 1\n')
-    environ = {"KVSTORE_DAEMON_CLIENTS_LIMIT": "7", "KVSTORE_HOST_BYTES": "16 MiB"}
-    found = DaemonSettings.load(file, environ, {"host_bytes": "32 MiB", "drain_seconds": None})
-    assert (found.store.host_bytes, found.clients_limit, found.drain_seconds) == (32 << 20, 7, 1.0)
-    with pytest.raises(ConfigError, match="unknown key 'clients'"):
-        DaemonSettings.load(file, {"KVSTORE_DAEMON_CLIENTS": "7"})
-
-
 def test_a_daemon_that_stops_refuses_new_clients(tmp_path: Path) -> None:
     daemon = Daemon(settings(tmp_path))
     daemon.start()
@@ -394,13 +340,13 @@ def test_a_store_finds_the_last_segment_that_is_only_being_made(
     """Found in use: it was counted against the budget and not there yet, so a store was told of no room."""
     is_making, is_asked, made = threading.Event(), threading.Event(), [0]
 
-    def slow(size_bytes: int) -> SegmentMemory:
+    def slow(size_bytes: int, at_leisure: bool) -> SegmentMemory:
         made[0] += 1
         if made[0] == 2:
             is_making.set()
             is_asked.wait(60)
             time.sleep(0.02)
-        return SegmentMemory(size_bytes)
+        return SegmentMemory(size_bytes, at_leisure)
 
     monkeypatch.setattr("kvstore.daemon.core.SegmentMemory", slow)
     daemon = Daemon(settings(tmp_path, 2 << 20, segment_bytes=1 << 20))
@@ -420,9 +366,9 @@ def test_a_store_finds_the_last_segment_that_is_only_being_made(
 
 
 def test_the_first_store_finds_room_however_long_memory_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(size_bytes: int) -> SegmentMemory:
+    def slow(size_bytes: int, at_leisure: bool) -> SegmentMemory:
         time.sleep(0.1)
-        return SegmentMemory(size_bytes)
+        return SegmentMemory(size_bytes, at_leisure)
 
     monkeypatch.setattr("kvstore.daemon.core.SegmentMemory", slow)
     daemon = Daemon(settings(tmp_path, 1 << 20, segment_bytes=1 << 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvstore.executor import ThreadExecutor
 from kvstore.testing.transfer_contract import key_of
 from kvstore.tier import ResultCode
 from tests.kvstore.daemon.kit import get, put, settings, tier_at, until
+from tests.kvstore.driving import HeldExecutor
 
 OK, FULL, MISS = ResultCode.OK, ResultCode.FULL, ResultCode.MISS
 SLOT_BYTES = 4352  # a frame of 4 KiB and its header, as a slot
@@ -125,7 +127,7 @@ def test_an_operator_flushes_pins_and_drops(daemon: Daemon) -> None:
     assert daemon.core.arenas[""].find(bobs[0]) is not None, "pinned: stays"
     assert daemon.admin.unpin("prefix")
     assert not daemon.admin.unpin("prefix")
-    daemon.admin.pin(others, seconds=0.1, budget_bytes=1 << 20)
+    daemon.admin.pin(others, seconds=0.1, budget_bytes=1 << 20, name="others")
     entry = daemon.core.arenas[""].find(others[0])
     assert entry is not None
     until(lambda: entry.pin_count == 0, what="a pin ends at its time")
@@ -204,6 +206,35 @@ def test_a_domain_below_its_share_gets_segments_from_the_largest(tmp_path: Path)
     daemon.stop()
     for arena in core.arenas.values():
         arena.check()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_clear_drops_nothing_of_other_roots_that_is_on_its_way_down(tmp_path: Path, is_own: bool) -> None:
+    """Found here: whoever cleared, of any domain, had what all others were just writing to the disk dropped there."""
+    held = HeldExecutor()
+    disk = DiskTier(tmp_path / "disk", 32 << 20, held)
+    daemon = Daemon(settings(tmp_path, segment_bytes=1 << 20), [disk])
+    daemon.start()
+    tier, keys = tier_at(daemon.settings.socket_path), [key_of(n, root=root) for root in (ALICE, BOB) for n in range(3)]
+    assert put(tier, keys) == [OK] * 6
+    lower = daemon.core.lowers[0]
+    until(lambda: held.tasks)
+    down = set(lower._spilling)
+    assert down
+    root = next(iter(down)).root if is_own else b"\x0c" * 32
+    clearing = threading.Thread(target=lower.clear, args=({root},), kwargs={"all_allowed": False})
+    clearing.start()
+    if is_own:
+        until(lambda: any(lower._spilling.values()), what="they are marked")
+    else:
+        clearing.join()
+    while daemon.stats()["tiers"]["disk"]["queues"]["spill"]:
+        held.run()
+        time.sleep(0.002)
+    clearing.join()
+    until(lambda: disk.contains(list(down)) == [key.root != root for key in down])
+    tier.close()
+    daemon.stop()
 
 
 def test_only_what_is_used_again_is_written_below(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvstore.daemon.http_metrics import SERIES
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.daemon.http_kit import served
-from tests.kvstore.daemon.kit import ROOT, get, put, tier_at
+from tests.kvstore.daemon.kit import ROOT, get, look_up, put, tier_at
 
 EXAMPLES = ROOT / "examples/daemon"
 HANDBOOK = ROOT / "docs/how-to/daemon.md"
@@ -55,7 +55,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         tier = tier_at(daemon.settings.socket_path)
         keys = [key_of(n) for n in range(8)]
         put(tier, keys)
-        tier.leading_run(keys[0], [key.hash for key in keys])
+        look_up(tier, keys)
         get(tier, keys)
         tier.close()
         text = client.ask("GET", "/metrics")[2].decode()

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.testing.transfer_contract import key_of
 from tests.kvstore.daemon.http_kit import served
-from tests.kvstore.daemon.kit import get, put, tier_at, until
+from tests.kvstore.daemon.kit import get, look_up, put, tier_at, until
 from tests.kvstore.daemon.test_http_alerts import EXAMPLES, expressions
 
 CASES = Path(__file__).parent / "alert_cases.yml"
@@ -80,7 +80,7 @@ def test_a_prometheus_scrapes_a_daemon_and_answers_every_query_of_ours(tmp_path:
         tier = tier_at(daemon.settings.socket_path)
         keys = [key_of(n) for n in range(8)]
         put(tier, keys)
-        tier.leading_run(keys[0], [key.hash for key in keys])
+        look_up(tier, keys)
         get(tier, keys)
         done = promtool("check", "metrics", given=web.ask("GET", "/metrics")[2].decode())
         assert (done.returncode, done.stdout + done.stderr) == (0, "")

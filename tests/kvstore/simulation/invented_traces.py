@@ -1,6 +1,6 @@
-"""Thirty-six made-up workloads with seeds, to hold eviction against: none of them shaped after the public traces.
+"""Made-up workloads with seeds, to hold eviction against: none of them shaped after the public traces.
 
-Each is a stream of chains of block numbers; twelve kinds, three sizes and seeds each. Nothing here is like
+Each is a stream of chains of block numbers; fourteen kinds, of any size and seed. Nothing here is like
 `kvstore.simulation.workloads`, which the policy was made with.
 """
 
@@ -155,13 +155,68 @@ def random_walk(numbers: random.Random, fresh: Fresh) -> Iterator[Chain]:
         yield chain
 
 
+def trap(numbers: random.Random, fresh: Fresh) -> Iterator[Chain]:
+    """Long chains come back for a while, so they are kept; as soon as that is known, only short ones do."""
+    while True:
+        long = [fresh(numbers.randint(15, 40)) for _ in range(numbers.choice((20, 40, 80)))]
+        period = numbers.choice((250, 500, 900))
+        for turn in range(period):
+            yield long[turn % len(long)] + fresh(1) if numbers.random() < 0.5 else fresh(numbers.randint(3, 8))
+        short: list[Chain] = []
+        for _ in range(period):
+            if short and numbers.random() < 0.6:
+                yield short[-1 - min(len(short) - 1, int(numbers.expovariate(1 / 30)))] + fresh(1)
+            else:
+                short.append(fresh(numbers.randint(3, 8)))
+                yield short[-1]
+            if numbers.random() < 0.1:
+                yield fresh(30)
+
+
+def few_of_many_blocks(numbers: random.Random, fresh: Fresh) -> Iterator[Chain]:
+    """A few requests of very many blocks between small ones: one of them lost is a point of a short trace."""
+    small, large = [fresh(4) for _ in range(300)], [fresh(250) for _ in range(12)]
+    while True:
+        choice = numbers.random()
+        if choice < 0.05:
+            yield numbers.choice(large) + fresh(2)
+        elif choice < 0.08:
+            yield fresh(300)
+        else:
+            yield small[min(299, int(300 ** numbers.random()) - 1)] + fresh(1)
+
+
 KINDS: dict[str, Callable[[random.Random, Fresh], Iterator[Chain]]] = {
     one.__name__: one
     for one in (
         scan, scan_beside_chat, loop, phases, tenants, zipf, bursts, agents, drifting, long_pauses, nothing_twice,
-        random_walk,
+        random_walk, trap, few_of_many_blocks,
     )
 }  # fmt: skip
+
+
+def tenants_that_differ(request_count: int, seed: int, *, told: bool = True) -> Trace:
+    """Six tenants with requests of the same lengths; how often a chain comes back differs. told: the trace says who."""
+    numbers, fresh = random.Random(seed), Fresh()
+    prompts = [fresh(2) for _ in range(6)]
+    returning, load = (0.0, 0.1, 0.5, 0.9, 0.95, 0.3), (30, 10, 20, 15, 5, 20)
+    chats: list[list[Chain]] = [[] for _ in range(6)]
+
+    def requests() -> Iterator[Request]:
+        for number in range(request_count):
+            (who,) = numbers.choices(range(6), load)
+            own = chats[who]
+            if own and numbers.random() < returning[who]:
+                place = len(own) - 1 - min(len(own) - 1, int(numbers.expovariate(1 / 40)))
+                chain = own.pop(place) + fresh(numbers.randint(2, 10))
+            else:
+                chain = prompts[who] + fresh(numbers.randint(4, 20))
+            if len(chain) < 120:
+                own.append(chain)
+                del own[:-300]
+            yield Request(number / 10, len(chain) * BLOCK_TOKENS, 100, chain, tenant=who + 1 if told else 0)
+
+    return build(f"tenants-that-differ-{seed}", BLOCK_TOKENS, requests())
 
 
 def invented(kind: str, request_count: int, seed: int) -> Trace:

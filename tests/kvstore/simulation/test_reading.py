@@ -87,6 +87,7 @@ def test_recorded_lines_are_put_in_order_of_arrival(tmp_path: Path) -> None:
         ([{"timestamp": 1}], "line 1: input_length: got nothing"),
         ([BAILIAN, BAILIAN], "line 2: got chat_id 7 again"),
         ([{**HEADER, "version": 2}], "line 1: got format 'kvstore-trace' version 2"),
+        ([{**HEADER, "version": True}], "line 1: got format 'kvstore-trace' version True"),
         ([{**HEADER, "block_tokens": 0}], "line 1: block_tokens: got 0"),
         (
             [{**MOONCAKE, "input_length": 1024}],

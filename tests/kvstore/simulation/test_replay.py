@@ -149,7 +149,8 @@ def test_lower_tiers_add_hits() -> None:
 
 
 def test_priced_by_cost_means_something_only_where_a_tier_below_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allocator.eviction_learned._START_REQUESTS", 100)
+    for name, value in (("_START_REQUESTS", 100), ("_START_BLOCKS", 100), ("_START_HEAVY", 1.0), ("_MARGIN", 0.03)):
+        monkeypatch.setattr(f"allocator.eviction_floor.{name}", value)
     trace = generate("mixture", 400, seed=8)
     for remote_blocks, is_same in ((0, True), (20_000, False)):
         rows = [

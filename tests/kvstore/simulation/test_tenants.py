@@ -13,6 +13,7 @@ import pytest
 from allocator import ConfigError
 from kvstore.simulation import POLICIES, Setting, Trace, TraceError, build, read, replay
 from kvstore.simulation.trace import Request
+from tests.kvstore.simulation.invented_traces import tenants_that_differ
 
 
 def flood_beside_chat(priority: int = 35) -> Trace:
@@ -46,6 +47,16 @@ def test_a_priority_keeps_what_asked_for_it(policy: str) -> None:
     wanted = replay(flood_beside_chat(80), Setting(policy=policy, capacity_blocks=130))
     assert wanted.device_hit_ratio > 0.15
     assert wanted.device_hit_ratio >= usual.device_hit_ratio
+
+
+def test_knowing_who_asks_gains_hits_where_tenants_differ() -> None:
+    lru, hidden, told = (
+        100
+        * replay(tenants_that_differ(2400, 1, told=told), Setting(policy=policy, capacity_percent=5)).block_hit_ratio
+        for policy, told in (("lru", True), ("default", False), ("default", True))
+    )
+    assert told > hidden + 0.5
+    assert hidden > lru + 2
 
 
 def test_tenants_and_priorities_are_read_and_checked(tmp_path: Path) -> None:

@@ -156,4 +156,4 @@ def test_self_tests_are_quick(kernels: Any) -> None:
         start = time.perf_counter()
         assert selftest.failures(kernels, best) == ""
         seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.005
+    assert min(seconds) < 0.02
