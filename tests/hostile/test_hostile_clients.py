@@ -132,7 +132,7 @@ def test_what_clients_name_is_bounded(daemon: Daemon) -> None:
     """Tenants, forms and codecs: found here, each name that was ever said stayed for good."""
     arena = daemon.core.arena("")
     for turn in range(3):
-        client = RawClient(daemon.settings.socket_path)
+        client = RawClient.beside(daemon)  # the pace is another test's
         for number in range(1000):
             key = key_of(0, codec=f"c{number}")
             fields = (key.root, key.group, key.codec, key.exact, key.heads, key.layers, bytes(1000))
