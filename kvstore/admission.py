@@ -160,7 +160,7 @@ class Admitter:
                     ever,
                     f"blocks of group {group.name!r} for a prompt of {token_count} tokens, more than the slab can ever "
                     "hold (a prompt must fit in full precision when it is admitted, INT4 or not; device_bytes of "
-                    f"{enough} would do, or a shorter prompt)",
+                    f"{enough} would do{' for that' if not exact and layout.spare_count else ''}, or a shorter prompt)",
                     permanent=True,
                 )
         total, cools = token_count + answer_tokens, not exact

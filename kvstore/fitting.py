@@ -35,11 +35,16 @@ def full_blocks_ever(layout: ExtentLayout, group: int) -> int:
     return (layout.extent_count - layout.spare_count) * layout.per_extent[2 * group + FULL]
 
 
-def least_extents(geometry: KVGeometry, layout: ExtentLayout, token_count: int, *, cools: bool) -> int:
-    """Extents under a sequence of so many tokens, at least. cools: all but its last block may be cold."""
+def least_extents(
+    geometry: KVGeometry, layout: ExtentLayout, token_count: int, *, cools: bool, ahead_tokens: int = 0
+) -> int:
+    """Extents under a sequence of so many tokens, at least. cools: all but its last block may be cold. ahead_tokens: as
+    for `held_blocks`.
+    """
     extents = 0
     for group in range(len(geometry.groups)):
-        blocks, per_cold = held_blocks(geometry, group, token_count), layout.per_extent[2 * group + COLD]
+        blocks = held_blocks(geometry, group, token_count, ahead_tokens=ahead_tokens)
+        per_cold = layout.per_extent[2 * group + COLD]
         full = min(blocks, 1) if cools and per_cold else blocks
         extents += -(-full // layout.per_extent[2 * group + FULL])
         if blocks > full:
@@ -56,7 +61,10 @@ def most_tokens(geometry: KVGeometry, layout: ExtentLayout, *, cools: bool) -> i
 
 
 def bytes_for(geometry: KVGeometry, layout: ExtentLayout, prompt_tokens: int, token_count: int, *, cools: bool) -> int:
-    """device_bytes with which a prompt can be admitted and its sequence grow to `token_count` tokens."""
+    """device_bytes with which a prompt can be admitted and its sequence grow to `token_count` tokens, wherever in a
+    block a window begins. cools: at least so many, since some blocks stay whole by the settings.
+    """
+    ahead_tokens = geometry.block_tokens - 1
     full, cold = layout.raw_slot_bytes[::2], layout.raw_slot_bytes[1::2]
     total = layout.total_bytes
     while True:
@@ -68,7 +76,8 @@ def bytes_for(geometry: KVGeometry, layout: ExtentLayout, prompt_tokens: int, to
         groups = range(len(geometry.groups))
         if (
             all(prompt_blocks(geometry, one, prompt_tokens) <= full_blocks_ever(larger, one) for one in groups)
-            and least_extents(geometry, larger, token_count, cools=cools) <= larger.extent_count - larger.spare_count
+            and least_extents(geometry, larger, token_count, cools=cools, ahead_tokens=ahead_tokens)
+            <= larger.extent_count - larger.spare_count
         ):
             return total
         total += total // 16 + 1

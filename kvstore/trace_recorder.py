@@ -16,6 +16,7 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,7 @@ VERSION = 1
 SALT_BYTES = 32
 _FLUSH_SECONDS = 1.0
 _BYTES_LIMIT = 8 << 30
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class TraceRecorder:
         if type(group_blocks) is not int or group_blocks < 1:
             raise ConfigError(f"group_blocks: got {group_blocks!r}; expected a count of blocks")
         self._salt = secrets.token_bytes(SALT_BYTES) if salt is None else salt
+        self._path = Path(path)
         self._root, self._block_tokens, self._group_blocks = root, block_tokens, group_blocks
         self._clock = clock
         self._started = self._flushed = clock()
@@ -171,6 +174,19 @@ class TraceRecorder:
                 file.close()
             except OSError as error:
                 warnings.warn(f"trace: the last lines were lost ({error})", RuntimeWarning, stacklevel=2)
+                self._cut_to_whole_lines()
+
+    def _cut_to_whole_lines(self) -> None:
+        """A full disk took a part of a line: what is left can be read."""
+        with suppress(OSError), self._path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end:
+                start = max(0, end - _PIECE_BYTES)
+                file.seek(start)
+                if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                    file.truncate(start + found + 1)
+                    return
+                end = start
 
     def _hidden(self, kind: bytes, name: bytes) -> int:
         digest = hashlib.blake2b(name, digest_size=8, key=self._salt, person=kind).digest()

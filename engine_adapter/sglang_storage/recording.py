@@ -175,6 +175,8 @@ class Requests:
                 held.append(one)
                 continue
             self._held_pages -= one.page_count
+            if one is self._last_asked:
+                self._last_asked = None
             if not one.is_computed and (others := self._by_first.get(one.asked[0])) is not None:
                 others[:] = [other for other in others if other is not one]
                 if not others:

@@ -7,6 +7,7 @@ all rows that began with the same prompt. Used by the thread that runs the model
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,14 +41,17 @@ class CacheRecording:
             return
         age_seconds = time.perf_counter() - self._began_seconds
         tenant = self._identity.tenant
+        answers: Counter[tuple[int, ...]] = Counter()
+        for ids in rows:  # a prompt may be the beginning of another
+            own = max((one for one in self._prompts if tuple(ids[: len(one)]) == one), key=len, default=())
+            answers[own] += len(ids) - len(own)
         for prompt, media in self._prompts.items():
             chain = HashChain(self._identity.root(), self._block_tokens)
             chain.extend(list(prompt), [one for one in media if one.start < len(prompt)])
-            answers = [len(ids) - len(prompt) for ids in rows if tuple(ids[: len(prompt)]) == prompt]
             self._recorder.record(
                 EndedRequest(
                     token_ids=prompt,
-                    output_tokens=sum(answers),
+                    output_tokens=answers[prompt],
                     age_seconds=age_seconds,
                     names=chain.hashes,
                     finish="error" if failed else "stop",

@@ -82,6 +82,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._chunks = np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
         self._root = _identity(offloading_spec, chosen.model, chosen.weights, chosen.tenant).root()
         chunk_bytes = self._chunks.shape[1]
+        config = offloading_spec.config
+        self._chunk_tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk  # of the group counted
         as_bytes = KVGeometry.latent(
             layers=1, latent_dim=chunk_bytes - 1, rope_dim=1, dtype="float8_e4m3fn", block_tokens=1
         )
@@ -184,7 +186,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         self._end(job_id, keys, results)
         pairs = zip(keys, results, strict=True)
-        tier.note_reuse(name, sum(code is ResultCode.OK and get_offload_group_idx(key) == 0 for key, code in pairs))
+        chunks = sum(code is ResultCode.OK and get_offload_group_idx(key) == 0 for key, code in pairs)
+        if chunks:  # a block is one token in the tiers' geometry
+            tier.note_reuse(name, chunks * self._chunk_tokens)
 
     def _end(self, job_id: int, keys: Sequence[OffloadKey], results: Sequence[ResultCode]) -> None:
         """One transfer of the job has ended; under the tiers' lock."""

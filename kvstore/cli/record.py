@@ -150,12 +150,17 @@ def _is_typed() -> bool:
 
 
 def summarize(path: Path) -> dict[str, int]:
-    """Counts of a trace that this process has just seen written."""
+    """Counts of a trace that this process has just seen written. A last line that was cut off (by a kill, a full
+    disk) is left out and told.
+    """
     requests = tokens = blocks = 0
     distinct: set[int] = set()
     with path.open(encoding="utf-8") as lines:
         next(lines, None)
-        for line in lines:
+        for number, line in enumerate(lines, 2):
+            if not line.endswith("\n"):
+                typer.echo(f"kvstore record: line {number} of {path} was cut off: delete it", err=True)
+                break
             one = json.loads(line)
             requests += 1
             tokens += one["input_length"]

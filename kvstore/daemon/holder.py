@@ -41,6 +41,7 @@ class Holder(SegmentHolder):
     prefill_tokens_per_second: float = 0.0  # as the client has said; 0: it has not
     unpriced_tokens: int = 0  # reused before it said so
     root: bytes = b""  # of its last lookup: whose speed it is
+    missed: tuple[bytes, int, str] = (b"", 0, "")  # of its last message with misses: the prompt, its end, the cause
 
     @property
     def pin_count(self) -> int:

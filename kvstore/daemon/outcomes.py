@@ -35,7 +35,11 @@ def note(
         for hash in _find(core, holder, one, _chosen(hashes, outcomes, HERE + index), hit_blocks):
             missed_blocks[_why_gone(core, holder, hash)] += 1
     if missed := outcomes.count(MISSED):
-        missed_blocks[_why_missed(core, holder, form, hashes[outcomes.index(MISSED)])] += missed
+        prompt, end, cause = holder.missed
+        if outcomes[0] != MISSED or (prompt, end) != (message.prompt, message.first):  # not the rest of a lookup
+            cause = _why_missed(core, holder, form, hashes[outcomes.index(MISSED)])
+        holder.missed = (message.prompt, message.first + len(outcomes), cause)
+        missed_blocks[cause] += missed
     if counts := hit_blocks or missed_blocks:  # what nothing reads is where that is which is read behind it
         counts[max(counts, key=counts.__getitem__)] += message.covered_blocks
     if hit_blocks or missed_blocks:  # else all of it was in the client's own memory

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_adapter.transformers_cache.recording import CacheRecording
 from engine_adapter.vllm_connector.recording import ended_request
 from kvstore.simulation import read
 from kvstore.trace_recorder import FILE_VARIABLE, TraceRecorder
@@ -46,6 +47,17 @@ def test_every_prompt_of_generate_is_a_line(tmp_path: Path, monkeypatch: pytest.
     assert "tenant" in tenants
     assert "tenant" not in one
     assert len(read(path)) == 4
+
+
+def test_the_answer_of_a_row_is_its_own_prompts_alone(tmp_path: Path) -> None:
+    """Found here: a prompt that another begins with had the other's tokens as output too."""
+    recorder = TraceRecorder(tmp_path / "t.jsonl", bytes(32), BLOCK)
+    cache = CacheRecording(recorder, identity(), BLOCK)
+    short, long = [1] * BLOCK, [1] * (3 * BLOCK)
+    cache.begin([short, long], [[], []])
+    cache.end([[*short, 5, 5], [*long, 6, 6, 6]], failed=False)
+    recorder.close()
+    assert [line["output_length"] for line in lines_of(tmp_path / "t.jsonl")] == [2, 3]
 
 
 def test_vllm_s_requests_are_named_as_their_blocks_are(tmp_path: Path) -> None:

@@ -33,6 +33,29 @@ def test_what_can_never_fit_is_refused_and_what_it_names_would_do(
         DecodeLoop(ToyRunner.over(store), store).submit(request)
 
 
+@pytest.mark.parametrize("kind", ["full", "sliding", "hybrid"])
+@pytest.mark.parametrize(("prompt_tokens", "answer_tokens"), [(70, 5), (40, 60), (30, 300), (300, 1)])
+@pytest.mark.parametrize("blocks", [4, 8, 12])
+def test_a_request_runs_in_what_was_named(kind: str, prompt_tokens: int, answer_tokens: int, blocks: int) -> None:
+    """Found here: a window that begins within a block holds one more than was counted."""
+    request = Request("long", prompt(1, prompt_tokens), answer_tokens)
+    refused = ""
+    with make_store(geometry(kind), blocks=blocks) as store:
+        loop = DecodeLoop(ToyRunner.over(store), store)
+        try:
+            loop.submit(request)
+            refused = loop.run()["long"].error or ""
+        except CapacityError as error:
+            refused = str(error)
+    if not refused:
+        return
+    enough = int(next(filter(None, re.findall(r"device_bytes of (\d+) w|needed (\d+) b|; (\d+) w", refused)[-1])))
+    with make_store(geometry(kind), device_bytes=enough) as store:
+        loop = DecodeLoop(ToyRunner.over(store), store)
+        loop.submit(request)
+        assert loop.run()["long"].finish_reason is FinishReason.LENGTH
+
+
 def test_a_prompt_must_fit_in_full_precision() -> None:
     with make_store(geometry("full"), blocks=12) as store, pytest.raises(CapacityError) as refused:
         DecodeLoop(ToyRunner.over(store), store).submit(Request("long", prompt(1, 70), 1))

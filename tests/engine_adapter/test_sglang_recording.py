@@ -92,6 +92,25 @@ def test_requests_whose_front_is_never_named_are_counted(tmp_path: Path) -> None
     assert lines_of(requests, recorder, tmp_path, 602.0) == [(30000, 4, 0)]
 
 
+def test_a_question_behind_a_request_that_has_ended_is_another(tmp_path: Path) -> None:
+    """Found here: it was taken for the rest of that request's, and its pages were held for ever."""
+    clock = Clock()
+    requests, recorder = made(tmp_path, clock)
+    first = list(range(1, recording._BATCH_PAGES + 1))
+    requests.asked([], first, 0.0)
+    requests.wrote([], first, 0.5)
+    requests.wrote(first, [900], 0.7)
+    clock.now = 10.0
+    requests.end_due(10.0)
+    assert (recorder.recorded_requests, requests._held_pages) == (1, 0)
+    requests.asked(first, [901, 902, 903], 20.0)
+    requests.wrote(first, [901, 902, 903], 21.0)
+    requests.wrote([*first, 901, 902, 903], [904], 22.0)
+    clock.now = 40.0
+    assert lines_of(requests, recorder, tmp_path, 40.0)[1:] == [(20000, len(first) + 3, 1)]
+    assert (requests._held_pages, requests.lost_requests) == (0, 0)
+
+
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_HELD_PAGES", 1000)
     monkeypatch.setattr(recording, "_KNOWN_PAGES", 500)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from engine_adapter.request import Request
 from engine_adapter.testing import ToyRunner
 from kvstore import Identity
 from kvstore.cli import main
+from kvstore.cli.record import summarize
+from kvstore.simulation import read
 from kvstore.trace_recorder import EndedRequest, TraceRecorder, read_salt
 from tests.engine_adapter.loop_kit import geometry, make_store, prompt
 
@@ -245,3 +248,24 @@ def test_recording_costs_under_one_percent_of_computing_the_prompt(tmp_path: Pat
         best = min(best, time.perf_counter() - started)
     recorder.close()
     assert best < 0.01 * tokens / 10_000
+
+
+def test_what_a_full_disk_cuts_off_leaves_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found here: `kvstore record` ended in a traceback over half a last line, and no reader took the trace."""
+    path = tmp_path / "t.jsonl"
+    recorder = TraceRecorder(path, bytes(32), 16)
+    for number in range(300):
+        recorder.record(EndedRequest(token_ids=range(number, number + 160), output_tokens=1, age_seconds=0.0))
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match="recording ends here|were lost"):
+            recorder.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert 5_000 < path.stat().st_size <= 10_000
+    assert len(read(path)) == summarize(path)["requests"] > 10
+    with path.open("ab") as file:
+        file.write(b'{"timestamp":0,"input_le')  # a kill leaves this
+    assert summarize(path)["requests"] == len(path.read_bytes().splitlines()) - 2  # less the header and this
+    assert "was cut off" in capsys.readouterr().err

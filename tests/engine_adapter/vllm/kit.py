@@ -90,6 +90,7 @@ class Engine:
 
     def __init__(self, model: Path, tiers: dict[str, Any], **settings: Any) -> None:
         from vllm import LLM
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
         transfer = {
             "kv_connector": "KVStoreConnector",
@@ -109,7 +110,11 @@ class Engine:
             "kv_transfer_config": transfer,
         }
         with without_collecting():
-            self.llm = LLM(model=str(model), **{**given, **settings})
+            try:
+                self.llm = LLM(model=str(model), **{**given, **settings})
+            except BaseException:
+                ensure_kv_transfer_shutdown()  # vLLM keeps the connector of an engine that failed, for the next one
+                raise
 
     def answers(self, prompts: list[list[int]], tokens: int = 10) -> list[tuple[int, ...]]:
         """Greedy tokens, prompt by prompt, so that no prompt shares a batch with another."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -15,7 +16,12 @@ from engine_adapter.vllm_connector.layout import GroupPages
 from tests.engine_adapter.vllm import kit
 from tests.engine_adapter.vllm.kit import BLOCK, Engine, prompt, refused, setting
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+_COMPUTES_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()  # as vLLM asks
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(not _COMPUTES_FP8, reason="vLLM reads FP8 caches on CPUs with AVX-512 or AMX only"),
+]
 VALUES = 3 * 2 * 2 * BLOCK * 32  # of a block: layers, heads, K and V, tokens, dim
 
 

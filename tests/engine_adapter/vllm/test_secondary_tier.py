@@ -126,6 +126,23 @@ def test_what_one_engine_wrote_another_finds_below_its_host_tier(tmp_path: Path)
         assert other.lookup(keys[0]) == "MISS"
 
 
+def test_what_is_read_is_told_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found here: a chunk counted as one token, since that is a block of the geometry that chunks have below."""
+    from kvstore.disk_tier.tier import DiskTier
+
+    keys, told = names(5), []
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "8 MiB"}
+    with engine(1, **disk) as first:
+        first.write(keys)
+    monkeypatch.setattr(DiskTier, "note_reuse", lambda _self, _key, blocks: told.append(blocks))
+    with engine(2, **disk) as second:
+        for key in keys:
+            assert second.lookup(key) == "HIT"
+            second.read(key)
+    assert sum(told) == 5 * 16
+    assert 0 not in told
+
+
 def test_bytes_that_went_bad_are_not_loaded(tmp_path: Path) -> None:
     keys = names(8)
     disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "8 MiB"}

@@ -176,6 +176,24 @@ def test_prompts_longer_than_a_message_are_one_lookup(daemon: Daemon) -> None:
     tier.close()
 
 
+def test_all_behind_the_first_missing_block_counts_under_its_cause(daemon: Daemon) -> None:
+    """Found here: each message of a long prompt had a cause of its own."""
+    tier = tier_at(daemon.settings.socket_path)
+    keys = [key_of(n) for n in range(1500)]
+    asked = Lookup(keys[0], [key.hash for key in keys], {}, range(1500), 1500)
+    with daemon.core.lock:
+        daemon.core.arena("").recently_evicted.add(keys[0].hash)
+    tier.note_lookup(asked)
+    until(lambda: lookups(daemon)["asked_blocks"] == 1500)
+    assert lookups(daemon)["missed_blocks"] == {"evicted": 1500}
+    with daemon.core.lock:
+        daemon.core.arena("").recently_evicted = type(daemon.core.arena("").recently_evicted)()
+    tier.note_lookup(asked)
+    until(lambda: lookups(daemon)["asked_blocks"] == 3000)
+    assert lookups(daemon)["missed_blocks"] == {"evicted": 1500, "never_stored": 1500}
+    tier.close()
+
+
 def test_a_prompt_whose_first_messages_ask_nothing_is_a_lookup(daemon: Daemon) -> None:
     """Its first 1,024 blocks are in the engine's own memory."""
     tier = tier_at(daemon.settings.socket_path)
