@@ -19,6 +19,7 @@ COLD_SHARE_LIMIT = 0.30
 RESIDENT_RATIO = 2.2
 AGREEMENT_FLOOR = 0.95
 KL_LIMIT = 0.006
+BF16_KL_MOST = 0.002  # of what bf16 alone makes, as much is left out
 EQUAL = "equal outputs"
 SAME_BYTES = "same bytes"
 COLD_BLOCK = "cold block"
@@ -167,15 +168,18 @@ def waste_promise(reports: Iterable[SettingReport]) -> Promise:
 
 
 def fidelity_promise(int4: SettingReport, tight: SettingReport) -> Promise:
-    """Predictions behind INT4 blocks stay close to ample's: twice the codec's own bar, since hits come on top."""
+    """Predictions behind INT4 blocks stay close to ample's: twice the codec's own bar, since hits come on top. What
+    bf16 alone makes is not the codec's: it differs between processors, and `tight` shows it.
+    """
+    noise_kl = min(tight.mean_kl or 0.0, BF16_KL_MOST)
     agreement, mean_kl = int4.agreement or 0.0, int4.mean_kl if int4.mean_kl is not None else float("inf")
     return Promise(
         "fidelity after hits",
-        f"With INT4 blocks, mean KL to ample at the tokens after a hit is at most {KL_LIMIT} and the first choice "
-        f"agrees at {AGREEMENT_FLOOR:.0%} of them or more.",
+        f"With INT4 blocks, mean KL to ample at the tokens after a hit is at most {KL_LIMIT} above that of tight, and "
+        f"the first choice agrees at {AGREEMENT_FLOOR:.0%} of them or more.",
         f"mean KL {mean_kl:.4f}, agreement {agreement:.1%} (tight, all in bf16: {tight.mean_kl:.4f}, "
         f"{tight.agreement or 0.0:.1%})",
-        mean_kl <= KL_LIMIT and agreement >= AGREEMENT_FLOOR,
+        mean_kl - noise_kl <= KL_LIMIT and agreement >= AGREEMENT_FLOOR,
     )
 
 
