@@ -21,8 +21,8 @@ const uint32_t kv_sha_constants[64] = {
 };
 
 /* Fractional parts of the square roots of the first 8 primes. */
-static const uint32_t initial_state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+const uint32_t kv_sha_initial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
 static uint32_t rotated(uint32_t word, int bits) { return word >> bits | word << (32 - bits); }
 
@@ -63,13 +63,13 @@ static void compress_plain(uint32_t state[8], const uint8_t *bytes, size_t count
 
 const kv_sha_way kv_sha_ways[] = {
 #ifdef KV_HAVE_SHA
-    {"sha", kv_sha_x86, KV_CPU_SHA},
+    {"sha", kv_sha_x86, kv_sha_x86_chain, KV_CPU_SHA},
 #endif
 #ifdef KV_HAVE_SHA_ARM
-    {"sha", kv_sha_arm, KV_CPU_SHA},
+    {"sha", kv_sha_arm, NULL, KV_CPU_SHA},
 #endif
-    {"plain", compress_plain, 0},
-    {NULL, NULL, 0},
+    {"plain", compress_plain, NULL, 0},
+    {NULL, NULL, NULL, 0},
 };
 
 int kv_sha_way_runs_here(const kv_sha_way *way) { return (kv_cpu() & way->needs) == way->needs; }
@@ -81,7 +81,7 @@ static int computes_right(const kv_sha_way *way) {
     uint8_t bytes[2 * KV_SHA_BLOCK_BYTES];
     uint32_t state[8];
     for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (uint8_t)i;
-    memcpy(state, initial_state, sizeof state);
+    memcpy(state, kv_sha_initial, sizeof state);
     way->compress(state, bytes, 2);
     return !memcmp(state, expected, sizeof state);
 }
@@ -102,33 +102,52 @@ static void put_tokens(uint8_t *bytes, const uint32_t *tokens, int64_t count) {
 #endif
 }
 
-int kv_hash_chain(const kv_sha_way *way, const uint8_t parent[KV_HASH_BYTES], const uint32_t *tokens, int64_t blocks,
-                  int64_t block_tokens, uint8_t *out) {
-    if (!blocks) return 0; /* no message either, however large it would be */
-    /* One message, padded as SHA-256 wants it; parent and tokens alone change from block to block. */
-    const size_t message_bytes = TOKENS_AT + 4 * (size_t)block_tokens + 4;
-    const size_t runs = (message_bytes + 1 + LENGTH_BYTES + KV_SHA_BLOCK_BYTES - 1) / KV_SHA_BLOCK_BYTES;
-    uint8_t on_stack[1024], *message = on_stack;
-    const size_t padded_bytes = runs * KV_SHA_BLOCK_BYTES;
-    if (padded_bytes > sizeof on_stack && !(message = malloc(padded_bytes))) return -1;
+static void chain_by_compress(kv_sha_compress compress, const uint8_t parent[KV_HASH_BYTES], uint8_t *messages,
+                              size_t runs, size_t count, uint8_t *out) {
+    for (size_t i = 0; i < count; i++, parent = out, out += KV_HASH_BYTES) {
+        uint32_t state[8];
+        uint8_t *message = messages + i * runs * KV_SHA_BLOCK_BYTES;
+        memcpy(state, kv_sha_initial, sizeof state);
+        memcpy(message + 1, parent, KV_HASH_BYTES);
+        compress(state, message, runs);
+        for (int k = 0; k < 8; k++) put_big_endian(out + 4 * k, state[k]);
+    }
+}
+
+/* All but parent and tokens, padded as SHA-256 wants it. */
+static void put_frame(uint8_t *message, size_t padded_bytes, size_t message_bytes, int64_t block_tokens) {
+    const uint64_t bits = 8 * (uint64_t)message_bytes;
     memset(message, 0, padded_bytes);
     message[0] = BLOCK_TAG;
     put_little_endian(message + 1 + KV_HASH_BYTES, (uint32_t)block_tokens);
     message[message_bytes] = 0x80;
-    const uint64_t bits = 8 * (uint64_t)message_bytes;
     put_big_endian(message + padded_bytes - 8, (uint32_t)(bits >> 32));
     put_big_endian(message + padded_bytes - 4, (uint32_t)bits);
-    const uint8_t *last = parent;
-    for (int64_t block = 0; block < blocks; block++) {
-        uint32_t state[8];
-        memcpy(state, initial_state, sizeof state);
-        memcpy(message + 1, last, KV_HASH_BYTES);
-        put_tokens(message + TOKENS_AT, tokens + block * block_tokens, block_tokens);
-        way->compress(state, message, runs);
-        uint8_t *hash = out + block * KV_HASH_BYTES;
-        for (int i = 0; i < 8; i++) put_big_endian(hash + 4 * i, state[i]);
-        last = hash;
+}
+
+int kv_hash_chain(const kv_sha_way *way, const uint8_t parent[KV_HASH_BYTES], const uint32_t *tokens, int64_t blocks,
+                  int64_t block_tokens, uint8_t *out) {
+    if (!blocks) return 0; /* no message either, however large it would be */
+    const size_t message_bytes = TOKENS_AT + 4 * (size_t)block_tokens + 4;
+    const size_t runs = (message_bytes + 1 + LENGTH_BYTES + KV_SHA_BLOCK_BYTES - 1) / KV_SHA_BLOCK_BYTES;
+    const size_t padded_bytes = runs * KV_SHA_BLOCK_BYTES;
+    /* Some messages are made at a time: bytes that were only just written are read more slowly. */
+    uint8_t on_stack[2048], *messages = on_stack;
+    const size_t most = padded_bytes <= sizeof on_stack ? sizeof on_stack / padded_bytes : 1;
+    if (padded_bytes > sizeof on_stack && !(messages = malloc(padded_bytes))) return -1;
+    for (size_t i = 0; i < most && i < (size_t)blocks; i++)
+        put_frame(messages + i * padded_bytes, padded_bytes, message_bytes, block_tokens);
+    for (size_t done = 0, count; done < (size_t)blocks; done += count) {
+        count = (size_t)blocks - done < most ? (size_t)blocks - done : most;
+        for (size_t i = 0; i < count; i++)
+            put_tokens(messages + i * padded_bytes + TOKENS_AT, tokens + (int64_t)(done + i) * block_tokens, block_tokens);
+        uint8_t *hashes = out + done * KV_HASH_BYTES;
+        const uint8_t *last = done ? hashes - KV_HASH_BYTES : parent;
+        if (way->chain)
+            way->chain(last, messages, runs, count, hashes);
+        else
+            chain_by_compress(way->compress, last, messages, runs, count, hashes);
     }
-    if (message != on_stack) free(message);
+    if (messages != on_stack) free(messages);
     return 0;
 }

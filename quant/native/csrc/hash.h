@@ -13,10 +13,16 @@
 /* Takes `count` runs of 64 bytes into the state: 8 words, in host byte order. */
 typedef void (*kv_sha_compress)(uint32_t state[8], const uint8_t *bytes, size_t count);
 
+/* Hashes `count` padded messages of `runs` runs of 64 bytes, one behind the other, each with the hash before it in bytes
+ * 1 to 32 (whatever stands there). */
+typedef void (*kv_sha_chain)(const uint8_t parent[KV_HASH_BYTES], const uint8_t *messages, size_t runs, size_t count,
+                             uint8_t *out);
+
 typedef struct {
     const char *name;
     kv_sha_compress compress;
-    uint32_t needs; /* bits of kv_cpu() */
+    kv_sha_chain chain; /* NULL: message by message, with compress */
+    uint32_t needs;     /* bits of kv_cpu() */
 } kv_sha_way;
 
 /* Ends with a way without a name. */
@@ -26,8 +32,11 @@ int kv_sha_way_runs_here(const kv_sha_way *way);
 const kv_sha_way *kv_sha_best(void);
 
 extern const uint32_t kv_sha_constants[64];
+extern const uint32_t kv_sha_initial[8];
 #ifdef KV_HAVE_SHA
 void kv_sha_x86(uint32_t state[8], const uint8_t *bytes, size_t count);
+void kv_sha_x86_chain(const uint8_t parent[KV_HASH_BYTES], const uint8_t *messages, size_t runs, size_t count,
+                      uint8_t *out);
 #endif
 #if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && \
     (defined(__ARM_FEATURE_SHA2) || (defined(__GNUC__) && !defined(__clang__)))
