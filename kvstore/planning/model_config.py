@@ -15,9 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from allocator import CacheGroup, ConfigError, GroupKind, KVGeometry
+from kvstore.planning.foreign_layers import FULL_ATTENTION, SLIDING_ATTENTION, refuse_foreign
 
-FULL_ATTENTION = "full_attention"
-SLIDING_ATTENTION = "sliding_attention"
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _COUNTS = (
     *_REQUIRED,
@@ -69,17 +68,6 @@ _FILLED_IN: dict[str, dict[str, Any]] = {
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 _TWO_MATRICES = ("starcoder2", "gpt_neox", "phi")  # feed-forward layers without a gate
-# Fields of models some of whose layers keep something else than a key and a value a head and token.
-_FOREIGN = {
-    "full_attention_interval": "layers that all attend in full or in a window",
-    "attn_layer_period": "layers that all attend in full or in a window",
-    "layers_block_type": "layers that all attend in full or in a window",
-    "hybrid_override_pattern": "layers that all attend in full or in a window",
-    "attention_chunk_size": "layers that all attend in full or in a window",
-    "num_kv_shared_layers": "layers with KV of their own",
-    "multi_query": "num_key_value_heads",
-    "num_kv_heads": "num_key_value_heads",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +203,9 @@ def read_config(config: object, name: str) -> ModelShape:
     filled = {**_FILLED_IN.get(kind, {}), **text}  # null is an answer too: Mistral's "no window"
     filled.setdefault("quantization_config", config.get("quantization_config"))  # of a multimodal model: outside
     fields = {key: value for key, value in filled.items() if value is not None}
+    refuse_foreign(fields, kind, is_part="text_config" in config)  # first: such a model has no use for other fields
     _check_fields(fields)
     _list_layers(fields, kind)
-    _refuse_foreign(fields, kind)
     view = SimpleNamespace(**fields)
     groups = cache_groups(view)
     return _shape(fields, groups, name)
@@ -269,17 +257,6 @@ def _list_layers(fields: dict[str, Any], kind: str) -> None:
         if isinstance(first, bool) or not isinstance(first, int):
             raise ConfigError(f"max_window_layers: got {first!r}; expected a count of layers")
         fields["layer_types"] = [FULL_ATTENTION if layer < first else SLIDING_ATTENTION for layer in range(count)]
-
-
-def _refuse_foreign(fields: Mapping[str, Any], kind: str) -> None:
-    strange = sorted({str(one) for one in fields.get("layer_types") or ()} - {FULL_ATTENTION, SLIDING_ATTENTION})
-    if strange:
-        raise ConfigError(f"layer_types: got {strange}; expected {FULL_ATTENTION} and {SLIDING_ATTENTION}")
-    for field, expected in _FOREIGN.items():
-        if fields.get(field):
-            raise ConfigError(f"{field}: got {fields[field]!r:.80}; expected {expected} (model_type {kind!r})")
-    if fields.get("is_encoder_decoder") or kind in ("t5", "bart", "whisper"):
-        raise ConfigError(f"is_encoder_decoder: got a model of type {kind!r}; expected a decoder")
 
 
 def _shape(fields: Mapping[str, Any], groups: tuple[CacheGroup, ...], name: str) -> ModelShape:
