@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.simulation import Row, Setting, Trace
 
+_WORKLOAD_REQUESTS = 10_000
 _COLUMNS = (
     "policy", "capacity", "blocks", "codec", "hosts", "hits", "device", "host", "remote", "token hits", "evictions",
     "moved GB", "TTFT", "saved h", "saved $", "tiers $",
@@ -39,7 +40,9 @@ _Form = Annotated[str | None, typer.Option("--format", help="mooncake, bailian o
 _Workload = Annotated[
     str | None, typer.Option(help="Instead of a trace: system-prompt, multi-turn, rag, agent, mixture.")
 ]
-_Requests = Annotated[int, typer.Option(help="Requests of a workload.")]
+_Requests = Annotated[
+    int | None, typer.Option(help="Of a workload, 10,000 when not given; of a trace the first so many, else all.")
+]
 _Seed = Annotated[int, typer.Option(help="Of a workload and of random routing.")]
 _BlockTokens = Annotated[int | None, typer.Option(help="Tokens of a block; else what the format has.")]
 _Policy = Annotated[
@@ -75,7 +78,7 @@ def simulate(  # noqa: PLR0913 - the options of a command
     trace: _Trace = None,
     form: _Form = None,
     workload: _Workload = None,
-    requests: _Requests = 10_000,
+    requests: _Requests = None,
     seed: _Seed = 0,
     block_tokens: _BlockTokens = None,
     policy: _Policy = "lru,default",
@@ -264,16 +267,23 @@ def _cells(row: Row) -> list[str]:
 
 
 def _trace(
-    path: Path | None, form: str | None, workload: str | None, requests: int, seed: int, block_tokens: int | None
+    path: Path | None,
+    form: str | None,
+    workload: str | None,
+    requests: int | None,
+    seed: int,
+    block_tokens: int | None,
 ) -> Trace:
-    from kvstore.simulation import generate, read
+    from kvstore.simulation import first_requests, generate, read
 
     if (path is None) == (workload is None):
         raise ConfigError("expected either --trace or --workload")
     if path is not None:
-        return read(path, form, block_tokens)
+        trace = read(path, form, block_tokens)
+        return trace if requests is None else first_requests(trace, requests)
     assert workload is not None
-    return generate(workload, requests, seed, 512 if block_tokens is None else block_tokens)
+    count = _WORKLOAD_REQUESTS if requests is None else requests
+    return generate(workload, count, seed, 512 if block_tokens is None else block_tokens)
 
 
 def _capacities(percent: str | None, blocks: str | None) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from kvstore.simulation.policies import BOUND, POLICIES
 from kvstore.simulation.reading import FORMATS, read
 from kvstore.simulation.replay import replay
 from kvstore.simulation.setting import CODECS, ROUTINGS, Costs, Row, Setting, TierRow
-from kvstore.simulation.trace import Request, Trace, TraceError, build
+from kvstore.simulation.trace import Request, Trace, TraceError, build, first_requests
 from kvstore.simulation.workloads import WORKLOADS, generate
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "build",
+    "first_requests",
     "generate",
     "read",
     "replay",

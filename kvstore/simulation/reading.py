@@ -20,6 +20,14 @@ _BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}
 _TOKENS_MAX = 1 << 31
 _SECONDS_MAX = 1e10
 _MILLISECONDS_MAX = (1 << 53) - 1
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
 _Line = dict[str, Any]
 
 
@@ -32,6 +40,7 @@ def read(path: Path, form: str | None = None, block_tokens: int | None = None) -
             first = next(iter(file), b"")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}; expected a trace that can be read") from None
+    _check_start(path, first)
     place = f"{path.name}, line 1"
     head = _parsed(first, place)
     if form is None:
@@ -45,6 +54,15 @@ def read(path: Path, form: str | None = None, block_tokens: int | None = None) -
     requests = _recorded(path, tokens) if form == "kvstore" else _published(path, form, tokens)
     # Bailian's page does not say that an id stands for all before it; the other two formats do
     return build(path.stem, tokens, requests, file=path.name if form != "bailian" else None)
+
+
+def _check_start(path: Path, first: bytes) -> None:
+    """What is no text needs other words than a line that is no JSON."""
+    if not first:
+        raise TraceError(f"{path}: got an empty file; expected a trace, a JSON object a line")
+    for start, (kind, command) in _COMPRESSED.items():
+        if first.startswith(start):
+            raise TraceError(f"{path}: got a file compressed with {kind}; expected it unpacked ({command})")
 
 
 def _header(head: _Line, place: str) -> int:
@@ -70,20 +88,29 @@ def _published(path: Path, form: str, block_tokens: int) -> Iterator[Request]:
     convert: Callable[[_Line, str, dict[int, int]], Request] = {"mooncake": _mooncake, "bailian": _bailian}[form]
     before = 0.0
     chats: dict[int, int] = {}
+    is_counted = form == "mooncake" or block_tokens != _BLOCK_TOKENS[form]  # Bailian's page does not promise a count
     for line, place in _lines(path, skip=0):
         request = convert(line, place, chats)
-        most = -(-request.input_tokens // block_tokens)
-        if form == "mooncake" and len(request.block_ids) > most:  # blocks of another size, or another format
-            raise TraceError(
-                f"{place}: hash_ids: got {len(request.block_ids)} for {request.input_tokens} tokens in blocks of "
-                f"{block_tokens}; expected at most {most}"
-            )
+        if is_counted:
+            _check_count(request, block_tokens, place)
         if request.seconds < before:
             raise TraceError(
                 f"{place}: got time {request.seconds} s after {before} s; expected requests in order of time"
             )
         before = request.seconds
         yield replace(request, line=int(place.rpartition(" ")[2]))
+
+
+def _check_count(request: Request, block_tokens: int, place: str) -> None:
+    """An id a block, whether the last is full or not, or only the full ones: else blocks have another size, or it is
+    another format."""
+    full, given = request.input_tokens // block_tokens, len(request.block_ids)
+    most = -(-request.input_tokens // block_tokens)
+    if not full <= given <= most:
+        raise TraceError(
+            f"{place}: hash_ids: got {given} for {request.input_tokens} tokens in blocks of {block_tokens}; expected "
+            f"{most if full == most else f'{full} or {most}'}"
+        )
 
 
 def _recorded(path: Path, block_tokens: int) -> Iterator[Request]:

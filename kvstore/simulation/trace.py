@@ -7,7 +7,7 @@ Immutable; processes share it by fork. A block is known by a 64-bit key, well mi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -106,6 +106,28 @@ def build(name: str, block_tokens: int, requests: Iterable[Request], *, file: st
         tenants=np.array([row[5] for row in columns], dtype=np.int64),
         priorities=np.array([row[6] for row in columns], dtype=np.int64),
         unique_count=len(np.unique(mixed)),
+    )
+
+
+def first_requests(trace: Trace, count: int) -> Trace:
+    """The first `count` of them to arrive; all where there are no more."""
+    if count < 1:
+        raise TraceError(f"requests: got {count}; expected at least 1")
+    if count >= len(trace):
+        return trace
+    keys = trace.keys[: int(trace.starts[count])]
+    return replace(
+        trace,
+        keys=keys,
+        starts=trace.starts[: count + 1],
+        full_counts=trace.full_counts[:count],
+        input_tokens=trace.input_tokens[:count],
+        output_tokens=trace.output_tokens[:count],
+        seconds=trace.seconds[:count],
+        sessions=trace.sessions[:count],
+        tenants=trace.tenants[:count],
+        priorities=trace.priorities[:count],
+        unique_count=len(np.unique(keys)),
     )
 
 

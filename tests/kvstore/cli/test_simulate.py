@@ -73,6 +73,19 @@ def test_one_host_is_run_once_whatever_the_routings(capsys: pytest.CaptureFixtur
     assert [(row["hosts"], row["routing"]) for row in rows[::2]] == [(1, "-"), (2, "random"), (2, "prefix")]
 
 
+def test_requests_of_a_trace_are_its_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": n, "input_length": 512, "output_length": 1, "hash_ids": [n]} for n in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for words, count in (((), 8), (("--requests", "5"), 5)):
+        assert main(["simulate", "--trace", str(path), *words, "--policy", "lru", "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["trace"]["requests"] == count
+    assert main(["simulate", "--trace", str(path), "--requests", "0"]) == 2
+    assert "requests: got 0; expected at least 1" in " ".join(capsys.readouterr().err.split())
+    assert main(["simulate", "--trace", str(path), "--block-tokens", "16"]) == 2
+    assert "hash_ids: got 1 for 512 tokens in blocks of 16; expected 32" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

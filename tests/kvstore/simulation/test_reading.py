@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvstore.simulation import Setting, TraceError, generate, read, replay
-from kvstore.simulation.trace import ConfigError
+from kvstore.simulation import Setting, TraceError, first_requests, generate, read, replay
+from kvstore.simulation.trace import ConfigError, Trace
 
 MOONCAKE = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
 BAILIAN = {
@@ -91,8 +95,9 @@ def test_recorded_lines_are_put_in_order_of_arrival(tmp_path: Path) -> None:
         ([{**HEADER, "block_tokens": 0}], "line 1: block_tokens: got 0"),
         (
             [{**MOONCAKE, "input_length": 1024}],
-            "line 1: hash_ids: got 3 for 1024 tokens in blocks of 512; expected at m",
+            "line 1: hash_ids: got 3 for 1024 tokens in blocks of 512; expected 2",
         ),
+        ([MOONCAKE, {**MOONCAKE, "hash_ids": [1]}], "line 2: hash_ids: got 1 for 1100 tokens in blocks of 512; expected 2 or 3"),
         ([HEADER, {**RECORDED, "hash_ids": [1]}], "line 2: hash_ids: got 1 for 33 tokens in blocks of 16; expected"),
         ([HEADER, {**RECORDED, "hash_ids": [1, -2]}], "line 2: hash_ids: got -2"),
         ([HEADER, RECORDED, {**RECORDED, "timestamp": 0.5}], "line 3: timestamp: got 0.5; expected an int in [0, "),
@@ -112,6 +117,57 @@ def test_what_is_wrong_is_told_with_its_line(lines: list[object], said: str, tmp
 def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "block_tokens", "said"),
+    [
+        (MOONCAKE, 16, "hash_ids: got 3 for 1100 tokens in blocks of 16; expected 68 or 69"),
+        (MOONCAKE, 1024, "hash_ids: got 3 for 1100 tokens in blocks of 1024; expected 1 or 2"),
+        (BAILIAN, 512, "hash_ids: got 3 for 40 tokens in blocks of 512; expected 0 or 1"),
+        (BAILIAN, 8, "hash_ids: got 3 for 40 tokens in blocks of 8; expected 5"),
+    ],
+)
+def test_blocks_of_a_size_that_the_trace_contradicts(
+    line: dict[str, object], block_tokens: int, said: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, line)
+    with pytest.raises(TraceError) as told:
+        read(path, block_tokens=block_tokens)
+    assert said in str(told.value)
+    assert read(write(tmp_path, {**line, "input_length": 3 * block_tokens}), block_tokens=block_tokens).block_count == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "got an empty file; expected a trace"),
+        (gzip.compress(b"{}"), "got a file compressed with gzip; expected it unpacked (gunzip)"),
+        (b"\x28\xb5\x2f\xfd\x00", "got a file compressed with zstd; expected it unpacked (unzstd)"),
+        (lzma.compress(b"{}"), "got a file compressed with xz"),
+        (bz2.compress(b"{}"), "got a file compressed with bzip2"),
+    ],
+    ids=["empty", "gzip", "zstd", "xz", "bzip2"],
+)
+def test_what_is_no_text_is_called_what_it_is(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as told:
+        read(path)
+    assert said in str(told.value)
+
+
+def test_the_first_requests_are_those_that_arrive_first(tmp_path: Path) -> None:
+    lines = [{**RECORDED, "timestamp": stamp, "hash_ids": [stamp, stamp + 1]} for stamp in (30, 10, 20)]
+    whole = read(write(tmp_path, HEADER, *lines))
+    first = first_requests(whole, 2)
+    alone = read(write(tmp_path, HEADER, lines[1], lines[2]))
+    assert (len(first), first.block_count, first.unique_count) == (2, 4, 4)
+    for column in Trace.__dataclass_fields__:
+        assert np.array_equal(getattr(first, column), getattr(alone, column)), column
+    assert first_requests(whole, 9) is whole
+    with pytest.raises(TraceError, match="requests: got 0"):
+        first_requests(whole, 0)
 
 
 @pytest.mark.parametrize(
