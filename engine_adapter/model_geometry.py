@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from allocator import ConfigError, KVGeometry, UsageError
-from kvstore.planning.model_config import FULL_ATTENTION, SLIDING_ATTENTION, cache_groups
+from kvstore.planning.foreign_layers import FULL_ATTENTION, SLIDING_ATTENTION
+from kvstore.planning.model_config import cache_groups
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -53,20 +54,33 @@ def record(
         except ConfigError as error:
             raise typer.BadParameter(str(error), param_hint="--salt-file") from error
         environment[SALT_VARIABLE] = str(salt_file.absolute())
+    before = set(_traces(out))  # of an earlier recording, whose first file is gone
     code = _run(command, environment)
     if not out.exists():
         why = "made no engine that records, or served no request"
         typer.echo(f"kvstore record: {command[0]} {why}; there is no {out}", err=True)
         raise typer.Exit(code or 1)
-    summary = summarize(out)
+    files = [path for path in _traces(out) if path not in before]
+    summary = summarize(*files)
     if json_file is not None:
         json_target.write(json_file, summary)
     typer.echo(
         f"{summary['requests']} requests, {summary['input_tokens']} prompt tokens in {summary['blocks']} blocks, "
-        f"{summary['distinct_blocks']} distinct; {out}",
+        f"{summary['distinct_blocks']} distinct; {', '.join(map(str, files))}",
         err=True,
     )
+    if len(files) > 1:  # one an engine or start of a daemon
+        joined = "share a salt: they can be joined" if salt_file else "have a salt each: no block is known in two"
+        typer.echo(f"kvstore record: {len(files)} files, which {joined}", err=True)
     raise typer.Exit(code)
+
+
+def _traces(out: Path) -> list[Path]:
+    """`out`, and the files beside it that the recorders of further engines make: X-2, X-3, ..., in that order."""
+    name = re.compile(rf"{re.escape(out.stem)}-([0-9]+){re.escape(out.suffix)}")
+    beside = [(int(found[1]), path) for path in out.absolute().parent.iterdir() if (found := name.fullmatch(path.name))]
+    own = [out] if out.exists() else []
+    return own + [out.with_name(path.name) for number, path in sorted(beside) if number > 1]
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
@@ -149,21 +163,26 @@ def _is_typed() -> bool:
         os.close(terminal)
 
 
-def summarize(path: Path) -> dict[str, int]:
-    """Counts of a trace that this process has just seen written. A last line that was cut off (by a kill, a full
+def summarize(*paths: Path) -> dict[str, Any]:
+    """Counts of traces that this process has just seen written. A last line that was cut off (by a kill, a full
     disk) is left out and told.
     """
     requests = tokens = blocks = 0
     distinct: set[int] = set()
-    with path.open(encoding="utf-8") as lines:
-        next(lines, None)
-        for number, line in enumerate(lines, 2):
-            if not line.endswith("\n"):
-                typer.echo(f"kvstore record: line {number} of {path} was cut off: delete it", err=True)
-                break
-            one = json.loads(line)
-            requests += 1
-            tokens += one["input_length"]
-            blocks += len(one["hash_ids"])
-            distinct.update(one["hash_ids"])
-    return {"requests": requests, "input_tokens": tokens, "blocks": blocks, "distinct_blocks": len(distinct)}
+    files = []
+    for path in paths:
+        before = requests
+        with path.open(encoding="utf-8") as lines:
+            next(lines, None)
+            for number, line in enumerate(lines, 2):
+                if not line.endswith("\n"):
+                    typer.echo(f"kvstore record: line {number} of {path} was cut off: delete it", err=True)
+                    break
+                one = json.loads(line)
+                requests += 1
+                tokens += one["input_length"]
+                blocks += len(one["hash_ids"])
+                distinct.update(one["hash_ids"])
+        files.append({"file": str(path), "requests": requests - before})
+    totals = {"requests": requests, "input_tokens": tokens, "blocks": blocks, "distinct_blocks": len(distinct)}
+    return totals | {"files": files}

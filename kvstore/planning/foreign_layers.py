@@ -35,8 +35,9 @@ _MIXED = frozenset(
 _ENCODERS = frozenset(
     {
         "bert", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "distilbert", "albert", "electra", "deberta",
-        "deberta-v2", "mpnet", "modernbert", "nomic_bert", "eurobert", "neobert", "ernie", "esm", "big_bird", "mobilebert",
-        "megatron-bert", "roformer", "rembert", "roc_bert", "longformer", "layoutlm", "xmod", "vit", "clip", "siglip",
+        "deberta-v2", "mpnet", "modernbert", "nomic_bert", "eurobert", "neobert", "ernie", "esm", "big_bird",
+        "mobilebert", "megatron-bert", "roformer", "rembert", "roc_bert", "longformer", "layoutlm", "xmod", "vit",
+        "clip", "siglip",
     }
 )  # fmt: skip
 _ENCODER_DECODERS = frozenset(
@@ -143,9 +144,7 @@ def _refuse_encoder(fields: Mapping[str, Any], kind: str, is_part: bool) -> None
         or (isinstance(named, list) and any(str(one).endswith("ForMaskedLM") for one in named))
     )
     if encodes and not fields.get("is_decoder"):
-        raise ConfigError(
-            f"model_type: got {kind!r}, an encoder, which keeps no KV between steps; expected a decoder"
-        )
+        raise ConfigError(f"model_type: got {kind!r}, an encoder, which keeps no KV between steps; expected a decoder")
     if fields.get("global_attn_every_n_layers") and not fields.get("layer_types"):
         raise ConfigError(
             f"layer_types: missing beside global_attn_every_n_layers; expected {FULL_ATTENTION} or "

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,10 @@ def test_the_command_records_what_its_engine_served(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert main((*words, sys.executable, "-c", PROGRAM)) == 0
     said = capfd.readouterr()
-    assert json.loads(said.out) == {"requests": 4, "input_tokens": 48, "blocks": 11, "distinct_blocks": 5}
+    assert json.loads(said.out) == {
+        "requests": 4, "input_tokens": 48, "blocks": 11, "distinct_blocks": 5,
+        "files": [{"file": str(out), "requests": 4}],
+    }  # fmt: skip
     assert "4 requests" in said.err
     lines = [json.loads(line) for line in out.read_text().splitlines()[1:]]
     assert [line["reused_tokens"] for line in lines[:3]] == [0, 12, 12]
@@ -207,6 +211,38 @@ def test_what_a_loop_recorded_is_replayed_by_the_simulator(tmp_path: Path, capsy
     assert reused_tokens > 0
     assert round(row["block_hit_ratio"] * row["blocks"]) * 4 == reused_tokens
     assert (row["requests"], row["blocks"]) == (4, sum(len(line["hash_ids"]) for line in lines))
+
+
+@pytest.mark.parametrize("is_salted", [False, True])
+def test_every_file_of_a_recording_is_named_and_counted(
+    is_salted: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a daemon under --keeper that is started again makes them, and a server of several engines."""
+    program = """
+        from kvstore.trace_recorder import EndedRequest, TraceRecorder
+        for requests in (2, 1, 3):
+            recorder = TraceRecorder.from_environment(bytes(32), 4)
+            for _ in range(requests):
+                recorder.record(EndedRequest(token_ids=range(8), output_tokens=1, age_seconds=0.0))
+            recorder.close()
+    """
+    out, salt = tmp_path / "t.v1.jsonl", tmp_path / "salt"
+    salt.write_text(SALT.hex())
+    (tmp_path / "t.v1-2.jsonl").write_text("somebody else's")
+    for other in ("t.v1-x.jsonl", "t-2.jsonl", "t.v1-3.json", "at.v1-3.jsonl"):
+        (tmp_path / other).write_text("no trace")
+    words = ("--salt-file", str(salt)) if is_salted else ()
+    command = (sys.executable, "-c", textwrap.dedent(program))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert main(("record", "--out", str(out), *words, "--json", "-", "--", *command)) == 0
+    said = capfd.readouterr()
+    files = [out, tmp_path / "t.v1-3.jsonl", tmp_path / "t.v1-4.jsonl"]
+    assert json.loads(said.out) == {
+        "requests": 6, "input_tokens": 48, "blocks": 12, "distinct_blocks": 2 if is_salted else 6,
+        "files": [{"file": str(path), "requests": count} for path, count in zip(files, (2, 1, 3), strict=True)],
+    }  # fmt: skip
+    assert ", ".join(map(str, files)) in said.err
+    assert ("3 files, which share a salt" if is_salted else "3 files, which have a salt each") in said.err
 
 
 def test_the_command_hands_on_the_exit_code_and_says_when_nothing_recorded(

@@ -94,6 +94,7 @@ def test_kvstore_record_around_kvstore_serve(tmp_path: Path) -> None:
     tokens = 16 * LONG + 5 + 48
     assert json.loads((tmp_path / "sum").read_text(encoding="utf-8")) == {
         "requests": 2, "input_tokens": tokens, "blocks": LONG + 3, "distinct_blocks": LONG,
+        "files": [{"file": str(out), "requests": 2}],
     }  # fmt: skip
 
 

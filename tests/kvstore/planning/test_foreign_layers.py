@@ -21,9 +21,9 @@ PLAIN = LLAMA | {"model_type": "not_known_yet"}
 
 @pytest.mark.parametrize(
     "kind",
-    ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "zamba", "zamba2", "bamba", "falcon_h1",
-     "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "minimax", "kimi_linear", "qwen3_next", "qwen3_5_text",
-     "olmo_hybrid", "zaya"],
+    ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "zamba", "zamba2", "bamba",
+     "falcon_h1", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "minimax", "kimi_linear", "qwen3_next",
+     "qwen3_5_text", "olmo_hybrid", "zaya"],
 )  # fmt: skip
 @pytest.mark.parametrize("given", ["its name", "its fields"])
 def test_a_model_with_states_is_refused_by_its_name_and_by_its_fields(kind: str, given: str) -> None:
@@ -127,9 +127,10 @@ def test_fields_that_say_nothing_of_attention_refuse_nothing(fields: dict[str, A
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss",
-     "deepseek_v3", "cohere", "cohere2", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "granite", "granitemoe", "smollm3",
-     "starcoder2", "exaone4", "glm4", "ernie4_5", "minimax_m2", "gpt_neox", "opt", "biogpt", "kimi_k25", "llava", "internvl"],
+    ["llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+     "gpt_oss", "deepseek_v3", "cohere", "cohere2", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "granite",
+     "granitemoe", "smollm3", "starcoder2", "exaone4", "glm4", "ernie4_5", "minimax_m2", "gpt_neox", "opt", "biogpt", "kimi_k25",
+     "llava", "internvl"],
 )  # fmt: skip
 def test_models_whose_layers_all_attend_stay_planned(kind: str) -> None:
     config = json.loads(json.dumps(hf.AutoConfig.for_model(kind).to_dict()))

@@ -97,7 +97,10 @@ def test_recorded_lines_are_put_in_order_of_arrival(tmp_path: Path) -> None:
             [{**MOONCAKE, "input_length": 1024}],
             "line 1: hash_ids: got 3 for 1024 tokens in blocks of 512; expected 2",
         ),
-        ([MOONCAKE, {**MOONCAKE, "hash_ids": [1]}], "line 2: hash_ids: got 1 for 1100 tokens in blocks of 512; expected 2 or 3"),
+        (
+            [MOONCAKE, {**MOONCAKE, "hash_ids": [1]}],
+            "line 2: hash_ids: got 1 for 1100 tokens in blocks of 512; expected 2 or 3",
+        ),
         ([HEADER, {**RECORDED, "hash_ids": [1]}], "line 2: hash_ids: got 1 for 33 tokens in blocks of 16; expected"),
         ([HEADER, {**RECORDED, "hash_ids": [1, -2]}], "line 2: hash_ids: got -2"),
         ([HEADER, RECORDED, {**RECORDED, "timestamp": 0.5}], "line 3: timestamp: got 0.5; expected an int in [0, "),
