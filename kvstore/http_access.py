@@ -37,6 +37,15 @@ def token_of(path: Path) -> str | None:
     return token if fits and token.isprintable() and " " not in token else None
 
 
+def why_no_token(path: Path) -> str:
+    """Of a file that `token_of` finds none in: whether it is not there, or what it holds is none."""
+    try:
+        path.read_bytes()
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror}); expected a file with a token"
+    return f"{path} holds no token; expected {TOKEN_CHARACTERS[0]} to {TOKEN_CHARACTERS[1]} characters without blanks"
+
+
 def has_token(authorization: str, token: str) -> bool:
     """Whether a request's Authorization header carries the token. In constant time."""
     given = authorization.encode("utf-8", "surrogateescape")

@@ -217,7 +217,9 @@ def read_salt(path: str | Path) -> bytes:
     try:
         text = Path(path).read_text(encoding="ascii").strip()
         salt = bytes.fromhex(text)
-    except (OSError, ValueError):
+    except OSError as error:
+        raise ConfigError(f"salt file {path}: cannot be read ({error.strerror})") from None
+    except ValueError:
         salt = b""
     if len(salt) != SALT_BYTES:
         raise ConfigError(f"salt file {path}: expected {2 * SALT_BYTES} hex digits")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allocator.errors import KVError
-from kvstore.http_access import is_loopback, token_of
+from kvstore.http_access import is_loopback, token_of, why_no_token
 
 _MOST = {"max_batch": 1 << 16, "step_tokens": 1 << 20, "open_requests": 1 << 20, "threads": 1024}
 _LONGEST_SECONDS = 7 * 86_400
@@ -77,7 +77,7 @@ def _token(parser: argparse.ArgumentParser, path: Path | None) -> str | None:
         return None
     if (token := token_of(path)) is not None:
         return token
-    parser.error(f"--token-file: {path} holds no token; expected 16 to 512 characters without blanks")
+    parser.error(f"--token-file: {why_no_token(path)}")
 
 
 if __name__ == "__main__":

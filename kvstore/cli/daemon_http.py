@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import ConfigError, TierError
-from kvstore.http_access import read_address, token_of
+from kvstore.http_access import read_address, token_of, why_no_token
 
 DEFAULT_URL = "http://127.0.0.1:9473"
 _SECONDS = 5.0
@@ -29,9 +29,10 @@ class DaemonHttp:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url: got {url!r}; expected http:// or https://")
         self.url = url.rstrip("/")
+        self._token_file = token_file
         self._token = "" if token_file is None else token_of(token_file)
-        if self._token is None:
-            raise ConfigError(f"token file: {token_file} holds no token")
+        if token_file is not None and self._token is None:
+            raise ConfigError(f"token file: {why_no_token(token_file)}")
 
     def get(self, path: str) -> Any:
         """The JSON at a path. TierError says what went wrong."""
@@ -43,8 +44,9 @@ class DaemonHttp:
                 return json.loads(answer.read(_LONGEST_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                hint = "; give --token-file" if error.code == 401 else ""
-                raise TierError(f"{self.url}: answered {error.code}{hint}") from None
+                given = self._token_file
+                asked = "; give --token-file" if given is None else f": the token in {given} was refused"
+                raise TierError(f"{self.url}: answered {error.code}{asked if error.code == 401 else ''}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise TierError(f"{self.url}: no daemon answers there ({reason})") from None

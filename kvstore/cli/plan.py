@@ -74,6 +74,8 @@ def plan(  # noqa: PLR0913 - the signature is the command line
         if gpus is not None:
             _count("gpus", gpus, most=1 << 16)
         weights = 2 * shape.parameters if weights_bytes is None else size_bytes("weights-bytes", weights_bytes)
+        if not weights:
+            raise ConfigError(f"weights-bytes: got {weights_bytes!r}; expected a size above 0")
         tiers = _tiers(tier or ())
         if policy not in POLICIES:
             raise ConfigError(f"policy: got {policy!r}; expected one of {', '.join(POLICIES)}")

@@ -21,7 +21,6 @@ from kvstore import daemon as service  # its names load when they are used
 from kvstore.cli import json_target
 from kvstore.daemon.notify import NotifySocket, received
 from kvstore.daemon.preflight import closed_directory, memory_problems, problems
-from kvstore.daemon.settings import other_tables
 
 _LONGEST_HOLD_SECONDS = 0.00002  # of Python's lock: a request must not wait for another one's 5 ms
 _PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS = 29, 1000  # who waits for that lock wakes 50 us late by default
@@ -83,7 +82,7 @@ def serve(  # noqa: PLR0913 - the options of a command
         raise typer.Exit(2) from None
     if json_file is not None:
         json_target.write(json_file, settings.to_mapping())
-    for warning in [] if keeper else _warnings(settings, config, check=check):
+    for warning in [] if keeper else _warnings(settings, check=check):
         print(f"kvstore serve: {warning}", file=sys.stderr)
     if check:
         found = problems(settings)
@@ -97,11 +96,9 @@ def serve(  # noqa: PLR0913 - the options of a command
     raise typer.Exit(_run(settings, config, flags))
 
 
-def _warnings(settings: service.DaemonSettings, config: Path | None, *, check: bool) -> list[str]:
+def _warnings(settings: service.DaemonSettings, *, check: bool) -> list[str]:
     """What is probably meant otherwise."""
-    others = other_tables(config) if check else []
-    found = [f"{config}: [{name}] is not read; expected [kvstore] and [daemon]" for name in others]
-    found += closed_directory(settings)
+    found = closed_directory(settings)
     asked = os.environ.get("KVSTORE_DAEMON_SOCKET", settings.socket_path)
     if asked != settings.socket_path:
         found.append(

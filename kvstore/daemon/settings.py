@@ -32,6 +32,8 @@ from kvstore.config import (
     _whole,
 )
 from kvstore.config import DAEMON_PREFIX as ENV_PREFIX
+from kvstore.config import ENV_PREFIX as STORE_PREFIX
+from kvstore.config import TOML_TABLE as STORE_TABLE
 from kvstore.daemon.segments import PAGE_BYTES
 from kvstore.http_access import is_loopback, read_address
 from kvstore.redis_tier.url import parse_redis_url
@@ -274,7 +276,10 @@ class DaemonSettings:
         for name in given:
             if name not in own:
                 raise ConfigError(_unknown(name, own, path, named))
-        return cls(store=store, **given)
+        try:
+            return cls(store=store, **given)
+        except ConfigError as error:
+            raise ConfigError(_blamed_variable(str(error), environ, flags or {}, own)) from None
 
     def to_mapping(self) -> dict[str, Any]:
         """What is in force, without secrets."""
@@ -289,6 +294,13 @@ class DaemonSettings:
             "redis_bytes",
         )
         return own | {name: getattr(self.store, name) for name in kept} | {"redis": bool(self.store.redis_url)}
+
+
+def _blamed_variable(said: str, environ: Mapping[str, str], flags: Mapping[str, Any], own: set[str]) -> str:
+    """A refusal that begins with the name of a setting, with the variable instead where that is what was refused."""
+    key, _, rest = said.partition(":")
+    variable = f"{ENV_PREFIX if key in own else STORE_PREFIX}{key.upper()}"
+    return f"{variable}:{rest}" if variable in environ and flags.get(key) is None else said
 
 
 def _unknown(name: str, own: set[str], path: str | Path | None, named: Mapping[str, Any]) -> str:
@@ -320,9 +332,18 @@ def _chosen_segment(host_bytes: int) -> int:
     return max(unit, size // unit * unit)
 
 
-def other_tables(path: str | Path | None) -> list[str]:
-    """What a file has besides: somebody else's, or misspelt."""
-    return [] if path is None else sorted({*_document(path)} - {"kvstore", TOML_TABLE})
+def _refuse_unknown_tables(document: Mapping[str, Any], path: str | Path) -> None:
+    """What would not be read is a typing error, never left out in silence."""
+    for name, value in document.items():
+        if name in (STORE_TABLE, TOML_TABLE):
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{path}: key {name!r} stands in no table; expected it in [{STORE_TABLE}] or [{TOML_TABLE}]"
+            )
+        near = difflib.get_close_matches(name, (STORE_TABLE, TOML_TABLE), n=1)
+        hint = f"did you mean [{near[0]}]? Expected" if near else "expected"
+        raise ConfigError(f"{path}: unknown table [{name}]; {hint} [{STORE_TABLE}] and [{TOML_TABLE}]")
 
 
 def _document(path: str | Path) -> dict[str, Any]:
@@ -336,7 +357,8 @@ def _daemon_table(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     document = _document(path)
-    if "kvstore" not in document:
+    _refuse_unknown_tables(document, path)
+    if STORE_TABLE not in document:
         raise ConfigError(f"{path}: no table [kvstore]; expected it with host_bytes, and [daemon]")
     table = document.get(TOML_TABLE, {})
     if not isinstance(table, dict):

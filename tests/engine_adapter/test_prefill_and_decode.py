@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,30 @@ def test_the_example_in_its_two_roles(
     assert steps[-1] == f"decode: {(len(ids) - 1) // 16 * 16} of {len(ids)} tokens are here"
     answer = known.tokenizer.decode(reference_tokens(known.model, ids, 8))
     assert last == f"decode: {(len(ids) - 1) % 16 + 1} computed, {answer!r}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [("no socket", ()), ("no socket", ("--role", "decode")), ("nobody's", ()), ("no server", ()), ("no server's", ())],
+)
+def test_the_example_says_that_nobody_listens(kind: str, role: tuple[str, ...], tmp_path: Path) -> None:
+    """Found by a newcomer: both processes computed all, and it looked like a hand-over that does not work."""
+    place = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(tmp_path / "socket" if kind == "nobody's" else tmp_path / "other"))
+    with socket.socket() as taken:  # a port that is nobody's while it is held and not listened on
+        taken.bind(("127.0.0.1", 0))
+        urls = {
+            "no server": f"redis://127.0.0.1:{taken.getsockname()[1]}/0",
+            "no server's": f"unix://{place}",
+        }
+        words = [str(ROOT / "examples" / "prefill_here_decode_there.py"), urls.get(kind, str(place)), *role]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    who = "Redis or Valkey" if kind in urls else "kvstore serve"
+    why = "No such file or directory" if not place.exists() and kind != "no server" else "Connection refused"
+    assert example.why_unreachable(f"{shared_server().unix_url}?namespace=here") == ""
+    assert done.stderr.splitlines()[-1] == f"{words[1]}: no {who} listens there ({why})"
 
 
 def test_the_example_of_generate_reuses_in_the_call_and_after_a_restart(

@@ -142,6 +142,8 @@ def test_a_bad_salt_file_is_told_without_its_content(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected 64 hex digits") as caught:
         read_salt(tmp_path / "salt")
     assert "abc123" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"salt file .*gone: cannot be read \(No such file or directory\)"):
+        read_salt(tmp_path / "gone")
 
 
 PROGRAM = """

@@ -205,7 +205,8 @@ def test_closing_ends_what_is_open_and_frees_its_blocks() -> None:
         (["--max-batch", "0"], "--max-batch: got 0"),
         (["--request-seconds", "nan"], "--request-seconds"),
         (["--model", "/nonexistent"], "no model in"),
-        (["--token-file", "/nonexistent"], "holds no token"),
+        (["--token-file", "/nonexistent"], "/nonexistent cannot be read (No such file or directory)"),
+        (["--token-file", "/dev/null"], "/dev/null holds no token; expected 16 to 512 characters"),
     ],
 )
 def test_bad_usage_is_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,8 @@ def test_exit_code_1_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> No
         (("--model", "llama-3.1-8b", "--gpu", "h9000"), "gpu: got 'h9000'; expected one of a100"),
         (("--model", "llama-3.1-8b", "--gpu-memory", "lots"), "gpu-memory: got 'lots'"),
         (("--model", "llama-3.1-8b", "--weights-bytes", "-1"), "weights-bytes: got '-1'"),
+        (("--model", "llama-3.1-8b", "--weights-bytes", "0"), "weights-bytes: got '0'; expected a size above 0"),
+        (("--model", "llama-3.1-8b", "--weights-bytes", "0 GiB"), "weights-bytes: got '0 GiB'; expected a size above"),
         (("--model", "llama-3.1-8b", "--tier", "host"), "tier: got 'host'; expected name=size"),
         (("--model", "llama-3.1-8b", "--tier", "host=1GiB@0"), "expected a bandwidth above 0"),
         (("--model", "llama-3.1-8b", "--tier", "host=0@1GB"), "expected a size above 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from allocator.errors import ConfigError, TierError
+from kvstore.cli import main
 from kvstore.config import KVStoreConfig
 from kvstore.daemon import Daemon, DaemonSettings, DaemonTier
 from kvstore.daemon.http_app import BODY_BYTES_LIMIT
@@ -303,6 +305,25 @@ def test_beyond_loopback_a_token_is_required_and_admin_is_off(tmp_path: Path) ->
         assert TOKEN not in json.dumps(daemon.settings.to_mapping())
     with served(tmp_path, http="0.0.0.0:0", http_token=TOKEN, http_admin=True) as (_, client):
         assert client.admin("flush", token=TOKEN, root="all")[0] == 200
+
+
+def test_a_refused_token_is_told_from_none_and_from_a_file_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, short = tmp_path / "wrong", tmp_path / "short"
+    wrong.write_text(TOKEN[::-1])
+    short.write_text("short")
+    with served(tmp_path, http_token=TOKEN) as (_, client):
+        for command in (("stats",), ("top", "--once")):
+            for file, code, said in (
+                (None, 1, "answered 401; give --token-file"),
+                (wrong, 1, f"answered 401: the token in {wrong} was refused"),
+                (short, 2, f"{short} holds no token; expected 16 to 512 characters"),
+                (tmp_path / "gone", 2, f"{tmp_path / 'gone'} cannot be read (No such file or directory)"),
+            ):
+                given = [] if file is None else ["--token-file", str(file)]
+                assert main([*command, "--url", client.url, *given]) == code
+                assert said.replace(" ", "") in re.sub(r"[\s│]", "", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
