@@ -307,6 +307,19 @@ def test_beyond_loopback_a_token_is_required_and_admin_is_off(tmp_path: Path) ->
         assert client.admin("flush", token=TOKEN, root="all")[0] == 200
 
 
+def test_every_refusal_is_on_the_page_of_the_daemon(web: tuple[Daemon, Web, DaemonTier]) -> None:
+    _, client, _ = web
+    page = (ROOT / "docs" / "how-to" / "daemon.md").read_text(encoding="utf-8")
+    rows = {int(code) for row in re.findall(r"^\| ([0-9, ]+) \| ", page, re.MULTILINE) for code in row.split(",")}
+    source = (ROOT / "kvstore" / "daemon" / "http_app.py").read_text(encoding="utf-8")
+    given = {int(code) for code in re.findall(r"refused\(([0-9]{3}), ", source)}
+    assert given - {502} == rows
+    assert "Only 502 says" in page
+    for method, path, code in (("GET", "/v1/admin/flush", 405), ("GET", "/v2", 404), ("POST", "/metrics", 405)):
+        assert client.ask(method, path)[0] == code
+        assert f"{code} for" in page
+
+
 def test_a_refused_token_is_told_from_none_and_from_a_file_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
