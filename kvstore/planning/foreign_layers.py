@@ -55,6 +55,7 @@ _FOREIGN = {
     "cross_attention_layers": "layers that attend to the text",
     "num_kv_shared_layers": "layers with KV of their own",
     "kv_reuse_group": "layers with KV of their own",
+    "use_cla": "layers with KV of their own",
     "index_topk": "layers without keys of an index",
     "index_n_heads": "layers without keys of an index",
     "per_layer_config": "layers that are all alike",
@@ -93,15 +94,19 @@ def refuse_foreign(fields: Mapping[str, Any], kind: str, *, is_part: bool = Fals
 
 def _refuse_type(fields: Mapping[str, Any], kind: str) -> None:
     if kind in _STATES or kind in _MIXED or (kind == "minimax" and not fields.get("attn_type_list")):
-        what = "recurrent: its layers keep a state" if kind in _STATES else "hybrid: some layers keep a state"
-        raise ConfigError(f"model_type: got {kind!r}, which is {what} instead of KV; expected {_ATTENDING}")
+        what = "recurrent" if kind in _STATES else "hybrid"
+        where = "instead of KV" if kind in _STATES else "instead of KV, or beside it"
+        raise ConfigError(
+            f"model_type: got {kind!r}, which is {what}: layers keep a state {where}; expected {_ATTENDING}"
+        )
 
 
 def _strange_kinds(name: str, value: object) -> list[str]:
     """Of a list of what each layer is: those that are not known to attend as the planner counts it."""
     if not _KINDS.match(name) or _OTHER_KINDS.match(name):
         return []
-    found = set(_leaves(value)) if isinstance(value, list | tuple | dict) else set()
+    is_told = isinstance(value, list | tuple | dict) or ("pattern" in name and isinstance(value, str))
+    found = set(_leaves(value)) if is_told else set()
     if name == "attn_type_list":  # MiniMax: 1 attends in full, 0 keeps a state
         return sorted(found - {"1"})
     return sorted(found - {FULL_ATTENTION, SLIDING_ATTENTION} if name == "layer_types" else found)

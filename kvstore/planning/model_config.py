@@ -203,7 +203,9 @@ def read_config(config: object, name: str) -> ModelShape:
     filled = {**_FILLED_IN.get(kind, {}), **text}  # null is an answer too: Mistral's "no window"
     filled.setdefault("quantization_config", config.get("quantization_config"))  # of a multimodal model: outside
     fields = {key: value for key, value in filled.items() if value is not None}
-    refuse_foreign(fields, kind, is_part="text_config" in config)  # first: such a model has no use for other fields
+    refuse_foreign(
+        fields, kind, is_part=bool(config.get("text_config"))
+    )  # first: such a model has no use for other fields
     _check_fields(fields)
     _list_layers(fields, kind)
     view = SimpleNamespace(**fields)

@@ -73,6 +73,10 @@ def test_what_stores_ask_is_recorded_as_their_engines_would(
     assert len(read(tmp_path / "t.jsonl")) == 3
 
 
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+
+
 def test_kvstore_record_around_kvstore_serve(tmp_path: Path) -> None:
     """The documented command, up to its end; a prompt that takes several messages."""
     out = tmp_path / "t.jsonl"
@@ -86,8 +90,7 @@ def test_kvstore_record_around_kvstore_serve(tmp_path: Path) -> None:
     tier.note_lookup(Lookup(keys[0], hashes[:3], {}, range(3), 3 * 16))
     _ = tier.used_bytes
     tier.close()
-    children = Path(f"/proc/{serve.process.pid}/task/{serve.process.pid}/children").read_text(encoding="ascii").split()
-    for child in map(int, children):  # the daemon: `kvstore record` waits for it
+    for child in children(serve.process.pid):  # the daemon: `kvstore record` waits for it
         os.kill(child, signal.SIGTERM)
     assert serve.process.wait(60) == 0, serve.process.communicate()
     serve._close()
@@ -96,6 +99,35 @@ def test_kvstore_record_around_kvstore_serve(tmp_path: Path) -> None:
         "requests": 2, "input_tokens": tokens, "blocks": LONG + 3, "distinct_blocks": LONG,
         "files": [{"file": str(out), "requests": 2}],
     }  # fmt: skip
+
+
+def test_a_daemon_that_is_started_again_within_a_recording(tmp_path: Path) -> None:
+    """Found by a newcomer: the second life's file lay beside the first, and nobody was told of it."""
+    out, total = tmp_path / "t.jsonl", tmp_path / "sum"
+    under = [sys.executable, "-m", "kvstore.cli", "record", "--out", str(out), "--json", str(total), "--"]
+    serve = ServeProcess(tmp_path / "d.sock", "--host-bytes", "4 MiB", "--keeper", under=under)
+    (keeper,) = children(serve.process.pid)
+    keys = [key_of(n) for n in range(3)]
+    for life in range(2):
+        (daemon,) = children(keeper)
+        tier = tier_at(tmp_path / "d.sock", specs=geometry_specs(full_geometry()))
+        for _ in range(life + 1):
+            tier.note_lookup(Lookup(keys[0], [key.hash for key in keys], {}, range(3), 3 * 16))
+        _ = tier.used_bytes
+        tier.close()
+        if life == 0:
+            until(lambda: out.exists() and len(lines_of(out)) == 2)
+            os.kill(daemon, signal.SIGKILL)
+            assert any("ready on" in line for line in serve.process.stdout or ())
+    os.kill(keeper, signal.SIGTERM)
+    serve.process.wait(60)
+    said = serve.process.communicate()
+    found = json.loads(total.read_text(encoding="utf-8"))
+    assert found["files"] == [
+        {"file": str(out), "requests": 1}, {"file": str(tmp_path / "t-2.jsonl"), "requests": 2},
+    ], said  # fmt: skip
+    assert (found["requests"], found["blocks"], found["distinct_blocks"]) == (3, 9, 6)
+    serve._close()
 
 
 def fields(client: int, first: int, tokens: int, count: int, block_tokens: int = 16) -> Any:

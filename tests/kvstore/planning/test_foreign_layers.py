@@ -31,10 +31,18 @@ def test_a_model_with_states_is_refused_by_its_name_and_by_its_fields(kind: str,
     if given == "its fields":
         fields = json.loads(json.dumps(hf.AutoConfig.for_model(kind).to_dict()))
         fields["model_type"] = "not_known_yet"
-        if kind in ("rwkv", "xlstm"):  # have no field of attention at all
-            pytest.skip("nothing that a model with attention would have")
-    with pytest.raises(ConfigError, match=r"expected (layers that all attend|full_attention|sliding_window)"):
+    said = r"expected (layers that all attend|full_attention|sliding_window)"
+    if given == "its fields" and kind in ("rwkv", "xlstm"):  # have nothing of attention at all
+        said = "num_attention_heads: missing"
+    with pytest.raises(ConfigError, match=said):
         read_config(fields, kind)
+
+
+def test_a_minimal_recurrent_config_is_told_what_it_is() -> None:
+    """Found by a newcomer: it was refused for a missing num_attention_heads."""
+    fields = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 100, "state_size": 16}
+    with pytest.raises(ConfigError, match="got 'mamba', which is recurrent: layers keep a state instead of KV"):
+        read_config(fields, "mamba")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,8 @@ def test_a_model_with_states_is_refused_by_its_name_and_by_its_fields(kind: str,
         ({"hybrid_layer_pattern": [0, 1, 1, 1]}, "hybrid_layer_pattern"),
         ({"layers_block_type": ["attention", "mamba"]}, "layers_block_type"),
         ({"attention_types": [[["global", "local"], 2]]}, "attention_types"),
+        ({"attn_layer_pattern": "MMA"}, "attn_layer_pattern: got 'MMA'"),
+        ({"use_cla": True, "cla_share_factor": 2}, "use_cla: got True; expected layers with KV of their own"),
         ({"mixer_types": {"0": "hyena"}}, "mixer_types"),
         ({"temporal_block_types": ["anything new"]}, "temporal_block_types"),
         ({"layer_types": [["full_attention"], 1, None, {}]}, "layer_types: got"),
@@ -117,6 +127,8 @@ def test_an_encoder_and_decoder_is_refused_for_what_it_is(kind: str) -> None:
         {"attention_chunk_size": None, "mamba_d_state": None, "conv_bias": False, "kv_channels": 16},
         {"type_vocab_size": 2, "is_decoder": True},
         {"no_rope_layers": [1, 1, 1, 0]},
+        {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 4},  # EXAONE 4
+        {"cache_implementation": "hybrid"},  # Gemma 2
         {"global_attn_every_n_layers": 4, "sliding_window": 8, "layer_types": ["full_attention"] * 4},
     ],
     ids=lambda value: next(iter(value)),
