@@ -33,6 +33,7 @@ from kvstore.tier import ByteRow
 
 _PING_SECONDS = 0.1
 _RETRY_SECONDS = (0.02, 0.25)  # first and longest pause between attempts
+_PATIENCE_SECONDS = 1.0  # of an attempt for which nobody waits: longer than a crowd at the door can take
 _Answer = TypeVar("_Answer", bound=protocol.Answer)
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
@@ -50,7 +51,7 @@ class Link:
         self.known_epoch = 0  # the highest that this end has heard of, here or elsewhere
         self._closed = False
         self._reset()
-        self._connect_quietly()
+        self._connect_quietly(timeout_seconds)
         self._start_thread()
         _links.add(self)
 
@@ -265,7 +266,8 @@ class Link:
                 wake.wait(pause)
                 wake.clear()
                 if not self._closed:
-                    pause = _RETRY_SECONDS[0] if self._connect_quietly() else min(_RETRY_SECONDS[1], 1.5 * pause)
+                    is_up = self._connect_quietly(max(_PATIENCE_SECONDS, self.timeout_seconds))
+                    pause = _RETRY_SECONDS[0] if is_up else min(_RETRY_SECONDS[1], 1.5 * pause)
                 continue
             if _has_hung_up(sock, self._tell_tales, _PING_SECONDS):
                 with suppress(OSError):
@@ -314,10 +316,10 @@ class Link:
         if read is not None and read()[0] < self.known_epoch:
             self.call(partial(protocol.Epoch, least=self.known_epoch, rising=False), protocol.Count)
 
-    def _connect_quietly(self) -> bool:
+    def _connect_quietly(self, patience_seconds: float) -> bool:
         """One attempt; nobody waits for it but this object's thread, and whoever made the link."""
         try:
-            self._connect()
+            self._connect(patience_seconds)
         except (OSError, TierError, LinkDownError, RefusedByDaemonError, msgspec.DecodeError):
             self.counts["connect_failed"] += 1
             return False
@@ -325,11 +327,13 @@ class Link:
             self.on_up()
         return True
 
-    def _connect(self) -> None:
+    def _connect(self, patience_seconds: float) -> None:
         def on_refused(cause: str) -> None:
             self.counts[f"refused_{cause}"] += 1
 
-        sock, answer, page, tell_tales = greeted(self.path, self.name, self.timeout_seconds, on_refused)
+        sock, answer, page, tell_tales = greeted(
+            self.path, self.name, self.timeout_seconds, on_refused, patience_seconds
+        )
         with self._lock:
             if self._closed:
                 sock.close()
