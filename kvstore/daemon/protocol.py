@@ -251,7 +251,7 @@ class Looked(Request, tag=22, frozen=True):
     first: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
     hashes: _Hashes
     outcomes: Annotated[bytes, Meta(max_length=PAGE_HASHES)]
-    forms: Annotated[list[_Index], Meta(max_length=MOST_LOOKED_FORMS)]
+    forms: Annotated[tuple[_Index, ...], Meta(max_length=MOST_LOOKED_FORMS)]
     tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
     covered_blocks: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)] = 0
     is_counted: bool = True
