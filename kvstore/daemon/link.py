@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -113,6 +113,31 @@ class Link:
         with self._lock:
             return self._call(make, expected, self._receive)
 
+    def call_ahead(
+        self,
+        makes: Sequence[Callable[[int], protocol.Request]],
+        expected: type[_Answer],
+        goes_on: Callable[[_Answer], bool],
+    ) -> list[_Answer]:
+        """The same of some requests, each sent before the answer to the one before it is there, until one's answer
+        says that it ends here. The answers up to then, in order."""
+        waiting, answers, goes_further = deque[int](), list[_Answer](), True
+        left = iter(makes)
+        with self._lock:
+            try:
+                while goes_further:
+                    while len(waiting) < 2 and (make := next(left, None)) is not None:
+                        waiting.append(self._send(make))
+                    if not waiting:
+                        break
+                    answers.append(self._answer(waiting.popleft(), expected, self._receive))
+                    goes_further = goes_on(answers[-1])
+            finally:  # answers that nobody wants would stand before those to come
+                while waiting and self._sock is not None:
+                    with suppress(RefusedByDaemonError, LinkDownError):
+                        self._answer(waiting.popleft(), expected, self._receive)
+        return answers
+
     def tell(self, make: Callable[[int], protocol.Request]) -> None:
         """A request without an answer. Nothing happens when the link is down."""
         with self._lock:
@@ -141,7 +166,9 @@ class Link:
         expected: type[_Answer],
         receive: Callable[[], protocol.AnyAnswer],
     ) -> _Answer:
-        seq = self._send(make)
+        return self._answer(self._send(make), expected, receive)
+
+    def _answer(self, seq: int, expected: type[_Answer], receive: Callable[[], protocol.AnyAnswer]) -> _Answer:
         while True:
             answer = receive()
             if answer.seq == seq and isinstance(answer, expected):

@@ -7,7 +7,6 @@ what does not decode is refused with the connection. Values only; any thread.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Annotated, TypeAlias
@@ -386,11 +385,3 @@ def split_hashes(hashes: bytes) -> tuple[bytes, ...]:
     if rest:
         raise ValueError(f"hashes: got {len(hashes)} bytes; expected a multiple of {HASH_BYTES}")
     return _splitter(count).unpack(hashes)
-
-
-def leading_run(family: dict[bytes, object] | None, hashes: Sequence[bytes]) -> int:
-    """How many of `hashes`, from the first on, are keys of `family`: one pass without Python code a hash."""
-    if not family or not hashes or hashes[0] not in family:
-        return 0
-    found = list(map(family.__contains__, hashes))
-    return found.index(False) if False in found else len(found)
