@@ -24,7 +24,7 @@ from kvstore.copy_key import CopyKey
 from kvstore.disk_tier.catalog import CatalogError, CatalogFullError
 from kvstore.disk_tier.index import LEAST_BYTES, DiskEntry, DiskIndex
 from kvstore.disk_tier.lock import DirectoryLock
-from kvstore.disk_tier.opening import make_directory, new_catalog, open_catalog, recover
+from kvstore.disk_tier.opening import make_directory, new_catalog, note_dropped, open_catalog, recover
 from kvstore.disk_tier.slots import SlotFiles
 from kvstore.disk_tier.writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
@@ -106,7 +106,7 @@ class DiskTier(IndexedTier[DiskEntry]):
                 self._catalog.close()
                 if last or isinstance(error, CatalogFullError):
                     raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
-                counts[f"index_dropped_{error.cause}"] += 1  # pages of it are damaged: a cache may begin anew
+                note_dropped(self.directory, error.cause, str(error), counts)  # damaged pages: a cache may begin anew
                 self._slots.close()
                 self._slots = SlotFiles(self.directory)
                 self._catalog = new_catalog(self.directory, map_bytes, self._sync)
