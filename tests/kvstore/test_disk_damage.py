@@ -51,9 +51,9 @@ def test_case_110_an_index_that_was_cut_off_is_begun_anew(tmp_path: Path, fracti
 
 @pytest.mark.parametrize(
     ("content", "cause"),
-    [(bytes(600_000), "not_lmdb"), (bytes(4096), "not_lmdb"), (b"", "empty"), (random.Random(1).randbytes(600_000), "not_lmdb"),
-     (random.Random(2).randbytes(5000), "not_lmdb"), (b"hello", "not_lmdb")],
-    ids=["zeros", "a page of zeros", "nothing", "random", "random and short", "text"],
+    [(bytes(600_000), "not_lmdb"), (bytes(4096), "not_lmdb"), (b"", "empty"), (b"hello", "not_lmdb"),
+     (random.Random(1).randbytes(600_000), "not_lmdb"), (random.Random(2).randbytes(5000), "not_lmdb")],
+    ids=["zeros", "a page of zeros", "nothing", "text", "random", "random and short"],
 )  # fmt: skip
 def test_an_index_that_is_none_is_counted_logged_and_named(
     tmp_path: Path, content: bytes, cause: str, caplog: pytest.LogCaptureFixture
@@ -81,9 +81,7 @@ def test_an_index_that_is_none_is_counted_logged_and_named(
     tier.close()
 
 
-def test_slot_files_without_their_index_are_said_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slot_files_without_their_index_are_said_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = DiskTier(tmp_path / "new", 8 * MIB)
     assert not caplog.records, "nothing was there"
     put(tier, range(4), SLOT)

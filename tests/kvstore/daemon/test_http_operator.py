@@ -77,7 +77,10 @@ def test_causes_begin_at_0(web: tuple[Daemon, Web, DaemonTier], tmp_path: Path) 
         daemon.core.lowers[0].counts["corrupt_size"] += 1
         found = client.metrics()
     assert found['kvstore_corrupt_blocks_total{cause="size"}'] == 1, "found on the way down: the same alert"
-    for outcome in ("spills_dropped", "spills_failed", "fetch_failed", "fetches_without_room", "corrupt_hash"):
+    assert found['kvstore_tier_copies_total{outcome="spills_corrupt",tier="disk"}'] == 1
+    for cause in ("hash", "payload_checksum", "read_error", "value_gone"):
+        assert found[f'kvstore_tier_damaged_copies_total{{cause="{cause}",tier="disk"}}'] == 0, cause
+    for outcome in ("spills_dropped", "spills_failed", "fetch_failed", "fetches_without_room"):
         assert found[f'kvstore_tier_copies_total{{outcome="{outcome}",tier="disk"}}'] == 0, outcome
 
 
