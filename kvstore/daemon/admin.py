@@ -159,7 +159,7 @@ class Admin:
         raise UsageError(f"tier: got {name!r}; expected one of {names}")
 
     def reload(self, quotas: dict[str, int]) -> None:
-        """What may change while it runs: quotas. A tenant that is named has the quota that is said here; one that is not
+        """What may change while it runs: quotas. A tenant that is named has the quota that is said here; another one
         keeps what `set_quota` has said, and has none where that has said nothing."""
         with self._core.lock:
             self._own_quotas.difference_update(quotas)

@@ -1,5 +1,5 @@
-"""A line in the log for each admin call that came over HTTP: who, what, outcome. No token and no whole root or hash is in
-it: those open the cache. Any thread.
+"""A line in the log for each admin call that came over HTTP: who, what, outcome. No token and no whole root or hash is
+in it: those open the cache. Any thread.
 """
 
 from __future__ import annotations
