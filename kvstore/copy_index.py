@@ -12,7 +12,8 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from allocator.block_marks import PRIORITY_DEFAULT
@@ -21,6 +22,17 @@ from kvstore.copy_key import CopyKey
 
 _TICK_BITS = 48
 _BlockName: TypeAlias = tuple[bytes, int, bytes]  # root, group, hash: a block, whatever form its copies have
+
+
+def leading_run(family: Mapping[bytes, object] | None, hashes: Sequence[bytes]) -> int:
+    """How many of `hashes`, from the first on, are keys of `family`: one pass, no Python code a hash."""
+    if not family or not hashes:
+        return 0
+    try:
+        itemgetter(*hashes)(family)
+    except KeyError as missing:
+        return hashes.index(missing.args[0])
+    return len(hashes)
 
 
 class _Block:

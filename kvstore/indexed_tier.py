@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Generic
 
-from kvstore.copy_index import CopyIndex, Entry
+from kvstore.copy_index import CopyIndex, Entry, leading_run
 from kvstore.copy_key import CopyKey
 from kvstore.queued_tier import QueuedTier
 from kvstore.tier import Job
@@ -28,13 +28,7 @@ class IndexedTier(QueuedTier, Generic[Entry]):
 
     def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
         with self._lock:
-            family = self._index.families.get(key.family)
-            if not family:
-                return 0
-            for count, hash in enumerate(hashes):
-                if hash not in family:
-                    return count
-            return len(hashes)
+            return leading_run(self._index.families.get(key.family), hashes)
 
     def delete(self, keys: Sequence[CopyKey]) -> int:
         with self._lock:

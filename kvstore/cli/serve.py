@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import resource
 import signal
@@ -153,6 +154,8 @@ def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str,
     _steady_heap()
     _short_pauses()
     _all_descriptors()
+    logging.basicConfig(format="%(message)s")  # to standard error: what goes wrong,
+    logging.getLogger(service.__name__).setLevel(logging.INFO)  # and what operators do
     stop = threading.Event()
     reload = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -175,6 +178,7 @@ def _run(settings: service.DaemonSettings, config: Path | None, flags: dict[str,
                 reload.clear()
                 try:
                     _reload(daemon, config, flags)
+                    print("kvstore serve: quotas were read again (SIGHUP)", file=sys.stderr, flush=True)
                 except ConfigError as error:
                     print(f"kvstore serve: settings not read again: {error}", file=sys.stderr)
         _tell(notify, "STOPPING=1")

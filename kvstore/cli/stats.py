@@ -11,6 +11,7 @@ import typer
 from allocator.errors import ConfigError, KVError
 from kvstore.cli import json_target
 from kvstore.cli.daemon_http import DEFAULT_URL, DaemonHttp
+from kvstore.daemon.troubles import told
 
 URL_HELP = "The daemon's page: its setting http, as a port, HOST:PORT or http://HOST:PORT."
 TOKEN_HELP = "File with its token, where it wants one."
@@ -62,6 +63,16 @@ def lines(found: dict[str, Any]) -> list[str]:
     for name, tier in found["tiers"].items():
         limit = f" of {size_text(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
         shown.append(f"{name:<9} {tier['state']}, {size_text(tier['used_bytes'])}{limit}")
+        if damaged := tier.get("damaged_copies"):
+            shown.append(
+                f"          {sum(damaged.values())} damaged copies came back, none was served: {told(damaged)}"
+            )
+        if dropped := tier.get("index_dropped"):
+            shown.append(
+                f"          began anew, empty, at this start: the index could not be used ({', '.join(dropped)})"
+            )
+    if refused := found.get("refused"):
+        shown.append(f"refused   {told(refused)} since start")
     for pin in found["pins"]:
         where = f"{pin['domain']}, " if pin["domain"] else ""
         shown.append(

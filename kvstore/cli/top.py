@@ -82,7 +82,9 @@ class _Picture:
         stats, width = self._stats, options.max_width
         height = console.height if console.is_alt_screen else None
         head = _head(stats, self._samples)
+        refused = _refused(stats, width)
         fixed = len(console.render_lines(head, options.update(height=None))) + len(stats["tiers"]) + 3
+        fixed += refused is not None
         tables = [_pins(stats, width), _tenants(stats), _prefixes(stats, width)]
         tables = [table for table in tables if table.rows]
         room = None if height is None else height - fixed - len(tables)  # a line of heads each
@@ -94,6 +96,8 @@ class _Picture:
             yield ""
         yield _classes(stats)
         yield _misses(stats)
+        if refused is not None:
+            yield refused
         for table, count in zip(tables, shown, strict=True):
             if gaps:
                 yield ""
@@ -135,8 +139,15 @@ def _head(stats: dict[str, Any], samples: list[dict[str, Any]]) -> RenderableTyp
         f"stored {size_text(_rate(samples, lambda one: one['moved_bytes']['stored']))}/s  "
         f"TTFT saved {lookups['saved_prefill_seconds']:.1f} s ({lookups['reused_tokens']} tokens)",
     ]
-    if corrupt:
-        lines.append(f"[bold red]{corrupt} copies with wrong bytes were caught[/]")
+    wrong = {"shared memory": corrupt} | {
+        name: sum(one.get("damaged_copies", {}).values()) for name, one in stats["tiers"].items()
+    }
+    if any(wrong.values()):
+        places = ", ".join(f"{escape(name)} {count}" for name, count in wrong.items() if count)
+        lines.append(f"[bold red]wrong copies were caught: {places}[/]")
+    for name, one in stats["tiers"].items():
+        if dropped := one.get("index_dropped"):
+            lines.append(f"[bold yellow]{escape(name)} began anew, empty: {escape(', '.join(dropped))}[/]")
     if stats["leases"]["quarantined_slots"]:
         lines.append(f"[bold yellow]{stats['leases']['quarantined_slots']} slots quarantined[/]")
     return Panel(Text.from_markup("\n".join(lines)), title="kvstore", title_align="left")
@@ -194,6 +205,19 @@ def _classes(stats: dict[str, Any]) -> Text:
 def _misses(stats: dict[str, Any]) -> Text:
     causes = sorted(stats["lookups"]["missed_blocks"].items(), key=lambda pair: -pair[1])
     return _line("misses", [f"{cause} {blocks}" for cause, blocks in causes])
+
+
+def _refused(stats: dict[str, Any], width: int) -> Text | None:
+    """Since start, what there is most of first; what does not fit is counted."""
+    causes = sorted(stats.get("refused", {}).items(), key=lambda pair: -pair[1])
+    if not causes:
+        return None
+    words = [f"{cause} {count}" for cause, count in causes]
+    line = _line("refused", words)
+    while line.cell_len > width and len(words) > 1:
+        words.pop()
+        line = _line("refused", [*words, f"+{len(causes) - len(words)} more"])
+    return line
 
 
 def _line(head: str, words: list[str]) -> Text:

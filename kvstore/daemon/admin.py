@@ -46,6 +46,7 @@ class Admin:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._pins: dict[str, _Pin] = {}
+        self._own_quotas: set[str] = set()  # tenants whose quota was set here and not by the settings
 
     def check_domain(self, domain: str) -> None:
         """UsageError for one that is neither of the settings nor of a user who may connect."""
@@ -138,11 +139,15 @@ class Admin:
         """0: none. What is over it goes when the tenant stores next."""
         if isinstance(quota_bytes, bool) or not isinstance(quota_bytes, int) or quota_bytes < 0:
             raise UsageError(f"quota: got {quota_bytes!r}; expected an int >= 0")
-        core = self._core
-        with core.lock:
-            core.quotas[tenant] = quota_bytes
-            for arena in core.arenas.values():
-                arena.tenant(tenant).quota_bytes = quota_bytes
+        with self._core.lock:
+            self._own_quotas.add(tenant)
+            self._set_quota(tenant, quota_bytes)
+
+    def _set_quota(self, tenant: str, quota_bytes: int) -> None:
+        """Under the lock."""
+        self._core.quotas[tenant] = quota_bytes
+        for arena in self._core.arenas.values():
+            arena.tenant(tenant).quota_bytes = quota_bytes
 
     def drop_tier(self, name: str) -> None:
         """Use a lower tier no more until the daemon restarts."""
@@ -154,9 +159,12 @@ class Admin:
         raise UsageError(f"tier: got {name!r}; expected one of {names}")
 
     def reload(self, quotas: dict[str, int]) -> None:
-        """What may change while it runs: quotas. Those that are not named have none any more."""
-        for tenant in {*self._core.quotas, *quotas}:
-            self.set_quota(tenant, quotas.get(tenant, 0))
+        """What may change while it runs: quotas. A tenant that is named has the quota that is said here; another one
+        keeps what `set_quota` has said, and has none where that has said nothing."""
+        with self._core.lock:
+            self._own_quotas.difference_update(quotas)
+            for tenant in {*self._core.quotas, *quotas} - self._own_quotas:
+                self._set_quota(tenant, quotas.get(tenant, 0))
 
 
 def _why_nothing_fits(holder: Holder, keys: Sequence[CopyKey], budget_bytes: int) -> str:

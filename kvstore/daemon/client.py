@@ -85,18 +85,20 @@ class DaemonTier(QueuedTier):
     # lookups ---------------------------------------------------------------------------------------------------------
 
     def leading_run(self, key: CopyKey, hashes: Sequence[bytes]) -> int:
-        total, page = 0, protocol.PAGE_HASHES
+        page = protocol.PAGE_HASHES
         if not hashes:
             return 0
         try:
             form = self._form(key)
-            for at in range(0, len(hashes), page):
-                joined = b"".join(hashes[at : at + page])
-                found = self.link.call(partial(protocol.Run, form=form, hashes=joined), protocol.Count)
-                total += found.count
-                if found.count * protocol.HASH_BYTES < len(joined):
-                    break
-            return total
+            if len(hashes) <= page:
+                return self.link.call(partial(protocol.Run, form=form, hashes=b"".join(hashes)), protocol.Count).count
+            pages = [b"".join(hashes[at : at + page]) for at in range(0, len(hashes), page)]
+            found = self.link.call_ahead(
+                [partial(protocol.Run, form=form, hashes=one) for one in pages],
+                protocol.Count,
+                lambda answer: answer.count == page,
+            )
+            return sum(one.count for one in found)
         except (LinkDownError, RefusedByDaemonError):
             self._count("without_daemon")
             return 0

@@ -16,12 +16,13 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from allocator.errors import TierError
+from kvstore.copy_index import leading_run
 from kvstore.daemon.arena import ArenaIndex
 from kvstore.daemon.epochs import DomainEpochs
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import Holder, LeaseBook
 from kvstore.daemon.lower import LowerTier
-from kvstore.daemon.protocol import PLACE, Cause, Place, leading_run
+from kvstore.daemon.protocol import PLACE, Cause, Place
 from kvstore.daemon.segment_pool import MAKING_SECONDS, SegmentPool
 from kvstore.daemon.segments import SegmentMemory
 from kvstore.daemon.settings import DaemonSettings
@@ -158,7 +159,7 @@ class Core:
 
     def run(self, holder: Holder, form: Form, hashes: tuple[bytes, ...]) -> tuple[int, int]:
         """Leading hashes that are stored somewhere, and how many of the rest may show up yet."""
-        found = leading_run(holder.arena.families.get(form.family), hashes)  # type: ignore[arg-type]
+        found = leading_run(holder.arena.families.get(form.family), hashes)
         if found < len(hashes) and self.lowers:
             return self._run_below(holder, form, hashes, found)
         return found, 0
@@ -169,7 +170,7 @@ class Core:
             before = found
             for lower in self.lowers:
                 found += lower.leading_run(form, hashes[found:])
-            found += leading_run(holder.arena.families.get(form.family), hashes[found:])  # type: ignore[arg-type]
+            found += leading_run(holder.arena.families.get(form.family), hashes[found:])
         if found == len(hashes):
             return found, 0
         keys = form.lower_template.with_hashes(hashes[found:])

@@ -11,7 +11,7 @@ import threading
 
 _UNITS_PER_SECOND = 400.0
 _MOST_UNITS = 1024.0
-_ENTRY_UNITS, _ATTEMPT_UNITS = 3.0, 1.0  # so 256 at once, and 100 a second from then on
+_ENTRY_UNITS, _ATTEMPT_UNITS = 3.2, 0.8  # so 256 at once, and 100 a second from then on; 500 that are turned away
 _PROCESS_ENTRIES = 32.0  # that one process may have at once
 _PROCESS_ENTRIES_PER_SECOND = 4.0
 _PUNISHMENT = 8.0

@@ -47,14 +47,19 @@ class Greeting(NamedTuple):
     tell_tales: list[int]
 
 
-def greeted(path: str, name: str, timeout_seconds: float, on_refused: Callable[[str], None]) -> Greeting:
-    """Connect. OSError, TierError, DecodeError, or LinkDownError when refused (the cause is told before)."""
+def greeted(
+    path: str, name: str, timeout_seconds: float, on_refused: Callable[[str], None], patience_seconds: float
+) -> Greeting:
+    """Connect. OSError, TierError, DecodeError, or LinkDownError when refused (the cause is told before).
+
+    timeout_seconds: of the calls to come; patience_seconds: for the way in, which others may be crowding.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     received: list[int] = []
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        set_timeout(sock, socket.SO_SNDTIMEO, timeout_seconds)
-        set_timeout(sock, socket.SO_RCVTIMEO, timeout_seconds)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            set_timeout(sock, option, patience_seconds)
         sock.connect(path)
         with suppress(BrokenPipeError):  # refused already: the answer says why
             sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, name[:64])))
@@ -65,6 +70,8 @@ def greeted(path: str, name: str, timeout_seconds: float, on_refused: Callable[[
         if not isinstance(answer, protocol.Welcome) or not received:
             on_refused(cause_name(answer.cause if isinstance(answer, protocol.Refused) else 0))
             raise LinkDownError
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            set_timeout(sock, option, timeout_seconds)
         page = map_for_reading(received[0], PAGE_BYTES)
         tell_tales, received = received[1:], received[:1]
         return Greeting(sock, answer, page, tell_tales)
@@ -87,7 +94,7 @@ def aside(path: str, name: str, timeout_seconds: float) -> Iterator[Ask]:
     """A connection of its own for requests that take longer than a lookup may. LinkDownError, RefusedByDaemonError."""
     seq = 1
     try:
-        sock, _, _, tell_tales = greeted(path, name, timeout_seconds, lambda cause: None)
+        sock, _, _, tell_tales = greeted(path, name, timeout_seconds, lambda cause: None, timeout_seconds)
     except (OSError, TierError, msgspec.DecodeError) as error:
         raise LinkDownError(str(error)) from error
     for descriptor in tell_tales:

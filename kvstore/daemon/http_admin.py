@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from allocator.errors import UsageError
+from allocator.errors import KVError, TierError, UsageError
+from kvstore.daemon.admin_log import AdminLog, listed
 
 if TYPE_CHECKING:
     from kvstore.copy_key import CopyKey
@@ -81,6 +82,7 @@ class AdminCalls:
     """See the module. reload: reads the settings file again; None where there is none."""
 
     def __init__(self, daemon: Daemon, reload: Callable[[], None] | None) -> None:
+        self.log = AdminLog()
         self._daemon = daemon
         self._reload_settings = reload
         self._calls: dict[str, tuple[type[Struct], Callable[[Any], dict[str, Any]]]] = {
@@ -96,10 +98,26 @@ class AdminCalls:
     def names(self) -> list[str]:
         return list(self._calls)
 
-    def call(self, name: str, body: bytes) -> dict[str, Any]:
-        """BodyError or KVError: nothing was done, or (TierError) not everywhere."""
+    def call(self, name: str, body: bytes, who: str) -> dict[str, Any]:
+        """BodyError or KVError: nothing was done, or (TierError) not everywhere. who: for the log."""
         form, work = self._calls[name]
-        return work(_asked(name, form, body))
+        asked, outcome = None, "failed"
+        try:
+            asked = _asked(name, form, body)
+            answer = work(asked)
+            outcome = f"done, {listed(answer)}"
+        except BodyError:
+            outcome = "refused: a body that is not of its form"
+            raise
+        except TierError as error:
+            outcome = f"not everywhere: {error}"
+            raise
+        except KVError as error:
+            outcome = f"refused: {error}"
+            raise
+        finally:
+            self.log.called(who, name, asked, outcome)
+        return answer
 
     def _flush(self, asked: Flush) -> dict[str, Any]:
         if asked.root == "all":

@@ -21,6 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from allocator.errors import KVError, TierError
+from kvstore.daemon.admin_log import caller
 from kvstore.daemon.http_admin import BodyError
 from kvstore.daemon.http_metrics import CONTENT_TYPE, DaemonMetrics
 from kvstore.daemon.http_page import content_security_policy, live_page
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 BODY_BYTES_LIMIT = 64 << 10
 _BODY_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 0.2
+_NOT_CALLED = (404, 408, 413, 415)  # of an admin call: refused before it was made
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -94,14 +96,23 @@ class _Routes:
         return JSONResponse(self._history.after(after))
 
     async def admin(self, request: Request) -> Response:
+        host, name = request.client.host if request.client else "", request.path_params["name"]
         if not self._access.admin_token:
+            self._admin.log.stranger(caller(host, ""), name, "admin calls are off")
             return refused(403, "admin calls are off here; expected http_admin in the daemon's settings")
         if not has_token(request.headers.get("authorization", ""), self._access.admin_token):
+            self._admin.log.stranger(caller(host, ""), name, "not the admin token")
             return refused(401, "expected the admin token as 'Authorization: Bearer ...'")
+        who = caller(host, "http_token" if self._access.token else "the token of the socket")
+        answer = await self._admin_answer(request, name, who)
+        if answer.status_code in _NOT_CALLED:
+            self._admin.log.called(who, repr(name), None, f"refused: HTTP {answer.status_code}")
+        return answer
+
+    async def _admin_answer(self, request: Request, name: str, who: str) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             return refused(415, f"content-type: got {kind[:80]!r}; expected application/json")
-        name = request.path_params["name"]
         if name not in self._admin.names:
             return refused(404, f"admin call: got {name[:80]!r}; expected one of {', '.join(self._admin.names)}")
         try:
@@ -111,7 +122,7 @@ class _Routes:
         if body is None:
             return refused(413, f"expected a body of at most {BODY_BYTES_LIMIT} bytes")
         try:
-            return JSONResponse(await run_in_threadpool(self._admin.call, name, body))
+            return JSONResponse(await run_in_threadpool(self._admin.call, name, body, who))
         except BodyError as error:
             return refused(400, str(error))
         except TierError as error:

@@ -59,5 +59,6 @@ def sample(stats: dict[str, Any]) -> dict[str, Any]:
         "lookups": lookups["lookups"],
         "saved_prefill_seconds": lookups["saved_prefill_seconds"],
         "moved_bytes": moved,
+        "refused": stats.get("refused", {}),
         "queues": {f"{name} {queue}": depth for name, one in lowers.items() for queue, depth in one["queues"].items()},
     }

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from kvstore.daemon.protocol import Cause
 from kvstore.daemon.settings import OWN_DOMAIN
 from kvstore.daemon.tally import MISS_CAUSES, OTHERS
+from kvstore.daemon.troubles import DAMAGE_CAUSES
 from kvstore.frame.parsing import FrameFault
 from kvstore.tier import ResultCode
 
@@ -30,7 +31,7 @@ _OUTCOMES = (
     *("spilled", "spills_dropped", "spills_failed", "spills_down", "spills_there"),
     *("fetched", "fetches_without_room", "failed_TierError"),
     *(f"fetch_{code}" for code in ResultCode if code is not ResultCode.OK),
-    *(f"corrupt_{fault}" for fault in FrameFault),
+    "spills_corrupt",
 )
 
 _Row = tuple[tuple[str, ...], float]
@@ -52,6 +53,7 @@ SERIES = {
     "client_bytes": _Series("counter", "Bytes that clients stored and read in shared memory", ("kind", "domain")),
     "tier_bytes": _Series("counter", "Bytes moved between shared memory and a lower tier", ("tier", "kind")),
     "tier_copies": _Series("counter", "Copies on their way down or up, by what became of them", ("tier", "outcome")),
+    "tier_damaged_copies": _Series("counter", "Copies that a lower tier did not give back whole", ("tier", "cause")),
     "evicted_blocks": _Series("counter", "Copies evicted from shared memory", ("domain",)),
     "segments_recalled": _Series("counter", "Segments that one client had to give up for another", ("domain",)),
     "refused": _Series("counter", "Requests and connections refused or slowed", ("cause",)),
@@ -62,6 +64,7 @@ SERIES = {
     "tier_capacity_bytes": _Series("gauge", "Byte budget; 0: no limit of our own", ("tier",)),
     "tier_queued_bytes": _Series("gauge", "Bytes that wait to be written down", ("tier",)),
     "tier_queue_depth": _Series("gauge", "Copies that wait or are under way", ("tier", "queue")),
+    "tier_index_dropped": _Series("gauge", "1: it began anew, empty, at this start, and why", ("tier", "cause")),
     "class_used_bytes": _Series("gauge", "Shared memory in use by codec", ("codec",)),
     "reserved_bytes": _Series("gauge", "Shared memory reserved from the system"),
     "tenant_used_bytes": _Series("gauge", "Shared memory in use", ("tenant",)),
@@ -164,10 +167,9 @@ def _lookups(found: dict[str, Any], no_hits: dict[str, int]) -> dict[str, list[_
 
 def _tiers(tiers: dict[str, Any]) -> dict[str, list[_Row]]:
     lowers = {name: one for name, one in tiers.items() if "counts" in one}
-    outcomes = {
-        name: dict.fromkeys(_OUTCOMES, 0)
-        | {cause: count for cause, count in one["counts"].items() if not cause.endswith("_bytes")}
-        for name, one in lowers.items()
+    outcomes = {name: _outcomes(one["counts"]) for name, one in lowers.items()}
+    damaged = {
+        name: dict.fromkeys(DAMAGE_CAUSES.get(name, ()), 0) | one["damaged_copies"] for name, one in lowers.items()
     }
     return {
         "tier_up": [((name,), float(one["state"] == "ok")) for name, one in tiers.items()],
@@ -183,7 +185,21 @@ def _tiers(tiers: dict[str, Any]) -> dict[str, list[_Row]]:
             for kind in ("spilled", "fetched")
         ],
         "tier_copies": [((name, cause), count) for name, counts in outcomes.items() for cause, count in counts.items()],
+        "tier_damaged_copies": [
+            ((name, cause), count) for name, counts in damaged.items() for cause, count in counts.items()
+        ],
+        "tier_index_dropped": [((name, cause), 1.0) for name, one in lowers.items() for cause in one["index_dropped"]],
     }
+
+
+def _outcomes(counts: dict[str, int]) -> dict[str, int]:
+    """What was found wrong on the way down was wrong in shared memory: by cause it is in corrupt_blocks."""
+    found = dict.fromkeys(_OUTCOMES, 0)
+    for name, count in counts.items():
+        outcome = "spills_corrupt" if name.startswith("corrupt_") else name
+        if not name.endswith("_bytes"):
+            found[outcome] = found.get(outcome, 0) + count
+    return found
 
 
 def _arenas(arenas: dict[str, Any]) -> dict[str, list[_Row]]:

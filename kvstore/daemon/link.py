@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +33,7 @@ from kvstore.tier import ByteRow
 
 _PING_SECONDS = 0.1
 _RETRY_SECONDS = (0.02, 0.25)  # first and longest pause between attempts
+_PATIENCE_SECONDS = 1.0  # of an attempt for which nobody waits: longer than a crowd at the door can take
 _Answer = TypeVar("_Answer", bound=protocol.Answer)
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
@@ -50,7 +51,7 @@ class Link:
         self.known_epoch = 0  # the highest that this end has heard of, here or elsewhere
         self._closed = False
         self._reset()
-        self._connect_quietly()
+        self._connect_quietly(timeout_seconds)
         self._start_thread()
         _links.add(self)
 
@@ -112,6 +113,31 @@ class Link:
         with self._lock:
             return self._call(make, expected, self._receive)
 
+    def call_ahead(
+        self,
+        makes: Sequence[Callable[[int], protocol.Request]],
+        expected: type[_Answer],
+        goes_on: Callable[[_Answer], bool],
+    ) -> list[_Answer]:
+        """The same of some requests, each sent before the answer to the one before it is there, until one's answer
+        says that it ends here. The answers up to then, in order."""
+        waiting, answers, goes_further = deque[int](), list[_Answer](), True
+        left = iter(makes)
+        with self._lock:
+            try:
+                while goes_further:
+                    while len(waiting) < 2 and (make := next(left, None)) is not None:
+                        waiting.append(self._send(make))
+                    if not waiting:
+                        break
+                    answers.append(self._answer(waiting.popleft(), expected, self._receive))
+                    goes_further = goes_on(answers[-1])
+            finally:  # answers that nobody wants would stand before those to come
+                while waiting and self._sock is not None:
+                    with suppress(RefusedByDaemonError, LinkDownError):
+                        self._answer(waiting.popleft(), expected, self._receive)
+        return answers
+
     def tell(self, make: Callable[[int], protocol.Request]) -> None:
         """A request without an answer. Nothing happens when the link is down."""
         with self._lock:
@@ -140,7 +166,9 @@ class Link:
         expected: type[_Answer],
         receive: Callable[[], protocol.AnyAnswer],
     ) -> _Answer:
-        seq = self._send(make)
+        return self._answer(self._send(make), expected, receive)
+
+    def _answer(self, seq: int, expected: type[_Answer], receive: Callable[[], protocol.AnyAnswer]) -> _Answer:
         while True:
             answer = receive()
             if answer.seq == seq and isinstance(answer, expected):
@@ -265,7 +293,8 @@ class Link:
                 wake.wait(pause)
                 wake.clear()
                 if not self._closed:
-                    pause = _RETRY_SECONDS[0] if self._connect_quietly() else min(_RETRY_SECONDS[1], 1.5 * pause)
+                    is_up = self._connect_quietly(max(_PATIENCE_SECONDS, self.timeout_seconds))
+                    pause = _RETRY_SECONDS[0] if is_up else min(_RETRY_SECONDS[1], 1.5 * pause)
                 continue
             if _has_hung_up(sock, self._tell_tales, _PING_SECONDS):
                 with suppress(OSError):
@@ -314,10 +343,10 @@ class Link:
         if read is not None and read()[0] < self.known_epoch:
             self.call(partial(protocol.Epoch, least=self.known_epoch, rising=False), protocol.Count)
 
-    def _connect_quietly(self) -> bool:
+    def _connect_quietly(self, patience_seconds: float) -> bool:
         """One attempt; nobody waits for it but this object's thread, and whoever made the link."""
         try:
-            self._connect()
+            self._connect(patience_seconds)
         except (OSError, TierError, LinkDownError, RefusedByDaemonError, msgspec.DecodeError):
             self.counts["connect_failed"] += 1
             return False
@@ -325,11 +354,13 @@ class Link:
             self.on_up()
         return True
 
-    def _connect(self) -> None:
+    def _connect(self, patience_seconds: float) -> None:
         def on_refused(cause: str) -> None:
             self.counts[f"refused_{cause}"] += 1
 
-        sock, answer, page, tell_tales = greeted(self.path, self.name, self.timeout_seconds, on_refused)
+        sock, answer, page, tell_tales = greeted(
+            self.path, self.name, self.timeout_seconds, on_refused, patience_seconds
+        )
         with self._lock:
             if self._closed:
                 sock.close()

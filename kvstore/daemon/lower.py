@@ -27,6 +27,7 @@ from kvstore.daemon.forms import Form
 from kvstore.daemon.holder import Holder
 from kvstore.daemon.protocol import Place
 from kvstore.daemon.slots import ArenaEntry
+from kvstore.daemon.troubles import DamageLog
 from kvstore.frame.build import joined_checksum
 from kvstore.frame.parsing import FrameFault, build_joined_header, parse_header
 from kvstore.tier import ByteRow, Completion, GetItem, PutItem, ResultCode, Tier
@@ -79,6 +80,7 @@ class LowerTier:
         self.mark = mark
         self._checks = checks
         self.counts: Counter[str] = Counter()
+        self._damage = DamageLog(tier)
         self.is_dropped = False
         self._lock = lock
         self._queue_limit_bytes = queue_bytes
@@ -256,6 +258,7 @@ class LowerTier:
                 self.tier.seen_epoch()  # a sign of life: without it a tier that nobody uses could be gone unseen
                 for done in self.tier.poll():
                     self._finish(done)
+                self._damage.tick()
                 self._start_fetches()
                 if not self._spilling:
                     self._start_spills()
@@ -388,6 +391,8 @@ class LowerTier:
 
     def _finish_fetch(self, fetch: _Fetch, result: ResultCode) -> None:
         entry, arena = fetch.entry, fetch.arena
+        if result is ResultCode.CORRUPT:
+            self._damage.note()
         if result is ResultCode.OK:
             payload = entry.memory[entry.form.header_bytes :]
             spec = entry.form.spec(entry.key, payload.nbytes)

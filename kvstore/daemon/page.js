@@ -176,16 +176,28 @@ function corrupt() {
   const all = [stats.counts, ...Object.values(stats.tiers).map((one) => one.counts || {})].flatMap(Object.entries);
   return all.reduce((total, [name, count]) => total + (name.startsWith("corrupt_") ? count : 0), 0);
 }
+const damaged = () => Object.values(stats.tiers).reduce((total, one) => total + sum(one.damaged_copies || {}), 0);
+const causes = (counts) => Object.entries(counts).sort((a, b) => b[1] - a[1]).map(([name, count]) => `${words(name)} ${plain(count)}`).join(", ");
+const RECENT_SECONDS = 300, USUAL = ["throttled", "stale"];
+function refusedOfLate() {
+  const one = span(RECENT_SECONDS);
+  if (!one) return {};
+  const risen = Object.entries(one.last.refused || {}).map(([name, count]) => [name, count - ((one.first.refused || {})[name] || 0)]);
+  return Object.fromEntries(risen.filter(([name, count]) => count > 0 && !USUAL.includes(name)));
+}
 function troubles() {
   const found = [];
   if (!stats.ready) found.push("The daemon is not ready: no client can connect.");
   for (const [name, one] of Object.entries(stats.tiers)) {
     if (one.state === "down") found.push(`Tier ${name} is down: its copies are misses, and new ones do not reach it.`);
     if (one.state === "dropped") found.push(`Tier ${name} was dropped by an operator; a restart brings it back.`);
-    const counts = one.counts || {};
+    const counts = one.counts || {}, wrong = one.damaged_copies || {}, anew = Object.keys(one.index_dropped || {});
+    if (sum(wrong)) found.push(`Tier ${name} gave back ${plain(sum(wrong))} damaged copies (${causes(wrong)}). None was served; look at what it is stored on, and who else writes there.`);
+    if (anew.length) found.push(`Tier ${name} began anew, empty, at this start: its index could not be used (${anew.map(words).join(", ")}).`);
     if (counts.spills_dropped) found.push(`Tier ${name} was too slow for ${plain(counts.spills_dropped)} copies: dropped from its queue.`);
   }
   if (corrupt()) found.push(`${plain(corrupt())} copies in shared memory had wrong bytes. None was served; some client writes where it should not.`);
+  if (sum(refusedOfLate())) found.push(`Refused or delayed in the last ${duration(RECENT_SECONDS)}: ${causes(refusedOfLate())}.`);
   if (stats.leases.quarantined_slots) found.push(`${plain(stats.leases.quarantined_slots)} slots are held by writers that neither finished nor died.`);
   for (const [name, one] of Object.entries(stats.tenants)) {
     if (one.counts.quota_refused) found.push(`Tenant ${name || "(unnamed)"} was refused ${plain(one.counts.quota_refused)} copies by its quota.`);
@@ -206,7 +218,7 @@ function tiles() {
     tile(plain(rate((one) => one.lookups, 20)), "lookups a second"),
     tile(bytes(read) + "/s", "read by clients"),
     tile(plain(stats.connections), "clients"),
-    tile(plain(corrupt()), "wrong copies caught", corrupt() > 0));
+    tile(plain(corrupt() + damaged()), "wrong copies caught", corrupt() + damaged() > 0));
 }
 function tiers() {
   const rows = Object.entries(stats.tiers).map(([name, one]) => {
@@ -257,6 +269,10 @@ function clients() {
       one.prefill_tokens_per_second ? plain(one.prefill_tokens_per_second) + " tokens/s" : "–"]));
 }
 
+function turnedAway() {
+  return sum(stats.refused || {}) ? h("p", {class: "empty", id: "refused"}, `Refused, delayed or slowed since start: ${causes(stats.refused)}.`) : null;
+}
+
 // the page ------------------------------------------------------------------------------------------------------------
 function header() {
   const silent = Date.now() - heardMs > STALE_MS;
@@ -291,7 +307,7 @@ function render() {
     h("h2", {}, "Tenants and quotas"), h("div", {class: "card", id: "tenants"}, tenants()),
     h("h2", {}, "Prefixes that are used again"), h("div", {class: "card", id: "prefixes"}, prefixes()),
     h("h2", {}, "Pinned by operators"), h("div", {class: "card", id: "pins"}, pins()),
-    h("h2", {}, "Clients"), h("div", {class: "card", id: "clients"}, clients()));
+    h("h2", {}, "Clients"), h("div", {class: "card", id: "clients"}, clients(), turnedAway()));
   [...app.querySelectorAll(".scroll")].forEach((one, at) => { one.scrollLeft = scrolled[at] || 0; });
 }
 async function ask(path) {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from allocator.errors import TierError
 from kvstore.daemon.socket_lock import check_directory
+from kvstore.disk_tier.map_room import why_not_mapped
 from kvstore.host_memory import host_limit_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def _disk_problems(settings: DaemonSettings) -> list[str]:
     if not path:
         return []
     problem = _cannot_be_used(Path(path))
-    return [f"disk_path: got {path!r}; expected a directory that can be written to ({problem})"] if problem else []
+    found = [f"disk_path: got {path!r}; expected a directory that can be written to ({problem})"] if problem else []
+    unmapped = why_not_mapped(settings.store.disk_bytes)
+    return found if unmapped is None else [*found, unmapped]
 
 
 def _socket_problems(settings: DaemonSettings) -> list[str]:

@@ -7,7 +7,6 @@ what does not decode is refused with the connection. Values only; any thread.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Annotated, TypeAlias
@@ -251,7 +250,7 @@ class Looked(Request, tag=22, frozen=True):
     first: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
     hashes: _Hashes
     outcomes: Annotated[bytes, Meta(max_length=PAGE_HASHES)]
-    forms: Annotated[list[_Index], Meta(max_length=MOST_LOOKED_FORMS)]
+    forms: Annotated[tuple[_Index, ...], Meta(max_length=MOST_LOOKED_FORMS)]
     tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
     covered_blocks: Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)] = 0
     is_counted: bool = True
@@ -386,11 +385,3 @@ def split_hashes(hashes: bytes) -> tuple[bytes, ...]:
     if rest:
         raise ValueError(f"hashes: got {len(hashes)} bytes; expected a multiple of {HASH_BYTES}")
     return _splitter(count).unpack(hashes)
-
-
-def leading_run(family: dict[bytes, object] | None, hashes: Sequence[bytes]) -> int:
-    """How many of `hashes`, from the first on, are keys of `family`: one pass without Python code a hash."""
-    if not family or not hashes or hashes[0] not in family:
-        return 0
-    found = list(map(family.__contains__, hashes))
-    return found.index(False) if False in found else len(found)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _PEER_PID_FD = 77  # SO_PEERPIDFD, Linux 6.5
 _SHORT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_BACKLOG = 128
+_BACKLOG = 48  # a flood fills it: who connects then waits as long as the door needs for so many
 _SHARE_SECONDS = 0.1  # until who asks much has no more of the rate than its part
 _TICK_SECONDS = 0.05
 _LISTEN_BUFFER_BYTES = 4 * protocol.LONGEST_BYTES

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.daemon.settings import OWN_DOMAIN
 from kvstore.daemon.tally import shown_tenant
+from kvstore.daemon.troubles import damaged_copies, index_dropped, refused
 
 if TYPE_CHECKING:
     from kvstore.daemon.arena import ArenaIndex
@@ -21,7 +22,8 @@ _NO_LIMIT_BYTES = 1 << 62
 
 
 def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
-    """epoch (the own domain's), tiers, arenas, tenants, lookups, prefixes, clients, leases, handover, counts.
+    """epoch (the own domain's), tiers, arenas, tenants, lookups, prefixes, clients, leases, handover, counts,
+    refused.
 
     Byte counts end in _bytes.
     """
@@ -60,6 +62,7 @@ def snapshot(core: Core, sessions: Sequence[Session]) -> dict[str, Any]:
         "leases": leases,
         "handover": None if core.handover is None else core.handover.report(),
         "counts": counts,
+        "refused": refused(counts),
     }
 
 
@@ -87,6 +90,7 @@ def _host(arenas: dict[str, Any], budget: dict[str, int]) -> dict[str, Any]:
 
 
 def _lower(lower: Any) -> dict[str, Any]:
+    own = lower.tier.counters()
     return {
         "state": lower.state,
         "used_bytes": lower.tier.used_bytes,
@@ -94,7 +98,9 @@ def _lower(lower: Any) -> dict[str, Any]:
         "queues": lower.depths,
         "queued_bytes": lower.queued_bytes,
         "counts": dict(lower.counts),
-        "tier_counts": lower.tier.counters(),
+        "tier_counts": own,
+        "damaged_copies": damaged_copies(lower.tier.name, own),
+        "index_dropped": index_dropped(own),
     }
 
 

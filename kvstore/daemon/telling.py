@@ -28,7 +28,7 @@ def looked_messages(lookup: Lookup, number_of: Callable[[CopyKey], int]) -> Iter
             family, place = own, forms.setdefault(number_of(key), len(forms))
         if place < MOST_LOOKED_FORMS:
             outcomes[position - start] = HERE + place
-    form, numbers = number_of(lookup.key), list(forms)[:MOST_LOOKED_FORMS]
+    form, numbers = number_of(lookup.key), tuple(forms)[:MOST_LOOKED_FORMS]
     is_counted = False
     for first in range(0, len(hashes), PAGE_HASHES):
         part = bytes(outcomes[first : first + PAGE_HASHES])

@@ -93,6 +93,8 @@ class DiskCatalog:
 
     def _open(self) -> None:
         try:
+            if self._path.exists() and not self._path.stat().st_size:  # LMDB takes it for a file that it makes
+                raise CatalogError("empty", f"{self._path}: 0 bytes, so no LMDB file")
             if not self._settings["readonly"]:
                 self._take_lock_room()
             self._env = lmdb.open(str(self._path), **self._settings)
@@ -108,6 +110,8 @@ class DiskCatalog:
                     raise CatalogError("version", f"{self._path}: format {version!r}; expected {FORMAT_VERSION}")
                 self._measure(txn)
             self._after_write()
+        except lmdb.InvalidError as error:
+            raise CatalogError("not_lmdb", f"{self._path}: no LMDB file, or its beginning is damaged") from error
         except lmdb.Error as error:
             raise _translated(error) from error
 

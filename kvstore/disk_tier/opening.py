@@ -7,6 +7,7 @@ and slots that no record names are given back; a budget smaller than before evic
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from contextlib import suppress
@@ -30,6 +31,7 @@ from kvstore.disk_tier.slots import NO_ROOM, SlotFiles
 
 _HASH_AT = 16  # in a frame's header
 _RECORDS_A_COMMIT = 256
+_LOG = logging.getLogger(__name__)
 
 
 def make_directory(directory: Path) -> None:
@@ -47,16 +49,24 @@ def open_catalog(
     path = directory / INDEX_NAME
     (directory / f"{INDEX_NAME}.new").unlink(missing_ok=True)
     if not lock.survived_power_loss:
-        counts["index_dropped_power_loss"] += 1
+        note_dropped(directory, "power_loss", 'the machine has started anew, and sync is "none"', counts)
         _remove_index(directory)
+    elif not path.exists() and _sizes(directory):
+        note_dropped(directory, "missing", f"slot files without {INDEX_NAME}", counts)
     try:
         catalog = DiskCatalog(directory, map_bytes, sync)
     except CatalogError as error:
         if not path.exists() or error.cause in ("disk_full", "map_full"):
             raise TierError(f"disk tier {directory}: the index cannot be opened ({error})") from error
-        counts[f"index_dropped_{error.cause}"] += 1
+        note_dropped(directory, error.cause, str(error), counts)
         catalog = new_catalog(directory, map_bytes, sync)
     return _compacted(catalog, directory, map_bytes, sync, capacity_bytes, counts)
+
+
+def note_dropped(directory: Path, cause: str, why: str, counts: Counter[str]) -> None:
+    """An index is begun anew where there was one: that is counted and said, since all that it named is lost."""
+    counts[f"index_dropped_{cause}"] += 1
+    _LOG.warning("kvstore: disk tier %s: the index is begun anew, empty: %s (%s)", directory, cause, why)
 
 
 def new_catalog(directory: Path, map_bytes: int, sync: str) -> DiskCatalog:
@@ -83,7 +93,7 @@ def _compacted(
     if catalog.account.file_pages * PAGE_BYTES <= capacity_bytes - FIXED_BYTES:
         return catalog
     catalog.close()
-    counts["index_dropped_oversize"] += 1
+    note_dropped(directory, "oversize", f"{file_bytes} bytes of a budget of {capacity_bytes}", counts)
     return new_catalog(directory, map_bytes, sync)
 
 

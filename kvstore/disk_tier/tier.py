@@ -24,7 +24,8 @@ from kvstore.copy_key import CopyKey
 from kvstore.disk_tier.catalog import CatalogError, CatalogFullError
 from kvstore.disk_tier.index import LEAST_BYTES, DiskEntry, DiskIndex
 from kvstore.disk_tier.lock import DirectoryLock
-from kvstore.disk_tier.opening import make_directory, new_catalog, open_catalog, recover
+from kvstore.disk_tier.map_room import map_bytes_for, why_not_mapped
+from kvstore.disk_tier.opening import make_directory, new_catalog, note_dropped, open_catalog, recover
 from kvstore.disk_tier.slots import SlotFiles
 from kvstore.disk_tier.writer import DiskSettings, DiskWriter
 from kvstore.executor import Executor
@@ -68,6 +69,9 @@ class DiskTier(IndexedTier[DiskEntry]):
             raise ConfigError(f"capacity_bytes: got {capacity_bytes!r}; expected an int >= {LEAST_BYTES}")
         if sync not in SYNC_POLICIES:
             raise ConfigError(f"sync: got {sync!r}; expected one of {', '.join(SYNC_POLICIES)}")
+        problem = None if map_bytes else why_not_mapped(capacity_bytes)
+        if problem is not None:
+            raise ConfigError(problem)
         super().__init__("disk", executor)
         self.directory = Path(directory)
         self._sync, self._specs, self._secret = sync, specs, secret
@@ -80,7 +84,7 @@ class DiskTier(IndexedTier[DiskEntry]):
         self._slots = SlotFiles(self.directory)
         counts: Counter[str] = Counter()
         try:
-            self._open_directory(capacity_bytes, map_bytes or max(1 << 30, 2 * capacity_bytes), counts)
+            self._open_directory(capacity_bytes, map_bytes or map_bytes_for(capacity_bytes), counts)
             settings = DiskSettings(self.directory, sync, specs, self._heads, secret, retry_seconds)
             self._writer = DiskWriter(
                 settings, self._catalog, self._index, self._slots, self._directory_lock, self._lock, self._count
@@ -106,7 +110,7 @@ class DiskTier(IndexedTier[DiskEntry]):
                 self._catalog.close()
                 if last or isinstance(error, CatalogFullError):
                     raise TierError(f"disk tier {self.directory}: cannot be recovered ({error})") from error
-                counts[f"index_dropped_{error.cause}"] += 1  # pages of it are damaged: a cache may begin anew
+                note_dropped(self.directory, error.cause, str(error), counts)  # damaged pages: a cache may begin anew
                 self._slots.close()
                 self._slots = SlotFiles(self.directory)
                 self._catalog = new_catalog(self.directory, map_bytes, self._sync)

@@ -11,13 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from kvstore.daemon import Daemon, protocol
+from kvstore.daemon import Daemon, DaemonTier, protocol
 from kvstore.daemon.forms import Form, KnownForms
 from kvstore.daemon.holder import WriteLease
 from kvstore.daemon.pace import shares
@@ -441,4 +442,52 @@ def test_a_flood_leaves_the_daemon_responsive(tmp_path: Path, kind: str) -> None
         flood.stdout.close()
     assert flooded < 10 * quiet + 0.02, (flooded, quiet)
     tier.close()
+    assert server.stop()[0] == 0
+
+
+CROWD = """
+import socket, sys
+held = []
+print('crowding', flush=True)
+while True:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        one.connect(sys.argv[1])
+        one.send(b'x' * 200)
+    except OSError:
+        pass
+    held.append(one)
+    if len(held) > 300:
+        held.pop(0).close()
+"""
+
+
+def _is_up(tier: DaemonTier) -> bool:
+    return tier.is_up
+
+
+def test_who_connects_into_a_crowd_gets_in(tmp_path: Path) -> None:
+    """Processes that connect without end kept the queue so full that it took longer than a client waited."""
+    path = str(tmp_path / "d.sock")
+    server = ServeProcess(tmp_path / "d.sock", "--host-bytes", "8 MiB")
+    crowd = [
+        subprocess.Popen([sys.executable, "-c", CROWD, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for _ in range(3)
+    ]
+    try:
+        for one in crowd:
+            assert one.stdout is not None
+            one.stdout.readline()
+        time.sleep(1)
+        for number in range(3):
+            tier = DaemonTier(path)
+            until(partial(_is_up, tier), what="a client in the crowd")
+            assert put(tier, [key_of(number)]) == [OK]
+            tier.close()
+    finally:
+        for one in crowd:
+            one.kill()
+            one.wait()
+            assert one.stdout is not None
+            one.stdout.close()
     assert server.stop()[0] == 0

@@ -43,7 +43,7 @@ def fuzz(daemon: Daemon, inputs: int, seed: int) -> None:
         protocol.Pin(1, 0, some), protocol.Unpin(1, 0, some), protocol.Suspect(1, 0, some),
         protocol.Return(1, [1, 2, 3]), protocol.Ping(1), protocol.Disown(1, bytes(16)), protocol.Map(1, [1, 2], True),
         protocol.Epoch(1, 1, False), protocol.Speed(1, 100.0),
-        protocol.Looked(1, 0, hashes[0], 0, some, bytes([2] * 6 + [1, 1] + [0] * 8), [0], 300, 3, True),
+        protocol.Looked(1, 0, hashes[0], 0, some, bytes([2] * 6 + [1, 1] + [0] * 8), (0,), 300, 3, True),
         protocol.Reused(1, 0, 5),
     ]  # fmt: skip
     packets = [protocol.encode(one) for one in seeds]

@@ -49,6 +49,50 @@ def test_case_110_an_index_that_was_cut_off_is_begun_anew(tmp_path: Path, fracti
     tier.close()
 
 
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [(bytes(600_000), "not_lmdb"), (bytes(4096), "not_lmdb"), (b"", "empty"), (b"hello", "not_lmdb"),
+     (random.Random(1).randbytes(600_000), "not_lmdb"), (random.Random(2).randbytes(5000), "not_lmdb")],
+    ids=["zeros", "a page of zeros", "nothing", "text", "random", "random and short"],
+)  # fmt: skip
+def test_an_index_that_is_none_is_counted_logged_and_named(
+    tmp_path: Path, content: bytes, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by a newcomer: such a directory opened empty and nothing said so, and inspection said "Bad file
+    descriptor"."""
+    index = filled(tmp_path)
+    index.write_bytes(content)
+    with pytest.raises(TierError, match=r"index\.lmdb: .*no LMDB file"):
+        DiskReader(tmp_path)
+    assert index.read_bytes() == content, "looking changes nothing"
+    tier = DiskTier(tmp_path, 8 * MIB)
+    assert {name: count for name, count in tier.counters().items() if count} == {f"index_dropped_{cause}": 1}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "the index is begun anew, empty" in line
+    assert str(tmp_path) in line
+    assert cause in line
+    assert put(tier, range(4), INLINE) == [OK] * 4
+    tier.close()
+    caplog.clear()
+    tier = DiskTier(tmp_path, 8 * MIB)
+    assert get(tier, range(4), INLINE) == [OK] * 4
+    assert not caplog.records
+    assert not any(name.startswith("index_dropped") for name in tier.counters())
+    tier.close()
+
+
+def test_slot_files_without_their_index_are_said_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiskTier(tmp_path / "new", 8 * MIB)
+    assert not caplog.records, "nothing was there"
+    put(tier, range(4), SLOT)
+    tier.close()
+    (tmp_path / "new" / INDEX_NAME).unlink()
+    tier = DiskTier(tmp_path / "new", 8 * MIB)
+    assert tier.counters()["index_dropped_missing"] == 1
+    assert "missing" in caplog.text
+    tier.close()
+
+
 def test_a_file_cut_within_its_first_page_is_damaged_or_no_file_of_the_kind(tmp_path: Path) -> None:
     index = filled(tmp_path)
     whole = index.read_bytes()

@@ -11,7 +11,8 @@ import pytest
 
 from allocator import CacheGroup, GroupKind, KVGeometry
 from kvstore.daemon import Daemon, protocol
-from kvstore.daemon.core import _MISS, Core
+from kvstore.daemon.core import _MISS, Core, RefusedError
+from kvstore.daemon.protocol import Cause
 from kvstore.executor import ThreadExecutor
 from kvstore.frame.specs import geometry_specs
 from kvstore.testing.transfer_contract import key_of
@@ -288,4 +289,51 @@ def test_a_client_without_a_daemon_says_nothing(tmp_path: Path) -> None:
     tier = tier_at(tmp_path / "none.sock")
     assert look_up(tier, [key_of(0)]) == 0
     assert tier.counters()["without_daemon"] >= 2
+    tier.close()
+
+
+LONG = [key_of(number) for number in range(2 * protocol.PAGE_HASHES + 50)]
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon in which all of LONG is stored."""
+    with checked_daemon(settings(tmp_path_factory.mktemp("long"), host_bytes=64 << 20)) as daemon:
+        tier = tier_at(daemon.settings.socket_path)
+        for at in range(0, len(LONG), 256):
+            assert set(put(tier, LONG[at : at + 256], 64)) == {OK}
+        tier.close()
+        yield daemon
+
+
+@pytest.mark.parametrize("gap", [0, 1, 1023, 1024, 1500, 2047, 2048, 2097, None])
+def test_a_lookup_of_several_pages_ends_at_the_gap(long_run: Daemon, gap: int | None) -> None:
+    """Pages are asked for ahead of their answers: those behind the gap are not counted, nor left in the way."""
+    tier = tier_at(long_run.settings.socket_path)
+    hashes = [key.hash for key in LONG]
+    if gap is not None:
+        hashes[gap] = b"\x07" * 32
+    assert tier.leading_run(LONG[0], hashes) == (len(LONG) if gap is None else gap)
+    assert tier.contains(LONG[:2]) == [True, True], "the next answer is that of the next request"
+    assert tier.counters().get("without_daemon", 0) == 0
+    tier.close()
+
+
+def test_a_refusal_of_one_page_leaves_no_answer_behind(long_run: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = tier_at(long_run.settings.socket_path)
+    hashes = [key.hash for key in LONG]
+    assert tier.leading_run(LONG[0], hashes) == len(LONG)
+    real, asked = Core.run, []
+
+    def run(self: Core, *arguments: Any) -> tuple[int, int]:
+        asked.append(len(arguments[-1]))
+        if len(asked) == 1:
+            raise RefusedError(Cause.PACE, "planted")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Core, "run", run)
+    assert tier.leading_run(LONG[0], hashes) == 0
+    assert asked == [protocol.PAGE_HASHES] * 2
+    assert tier.is_up, "the connection is as good as it was"
+    assert tier.leading_run(LONG[0], hashes) == len(LONG)
     tier.close()

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -130,8 +131,11 @@ def test_a_daemon_that_is_started_again_within_a_recording(tmp_path: Path) -> No
     serve._close()
 
 
-def fields(client: int, first: int, tokens: int, count: int, block_tokens: int = 16) -> Any:
-    return client, 0.0, first, tokens, block_tokens, 0, count
+def said(
+    client: int, first: int, tokens: int, hashes: bytes, block_tokens: int = 16, tenant: str = "", when: float = 0.0
+) -> tuple[float, int, int, str, protocol.Looked]:
+    outcomes = bytes(len(hashes) // protocol.HASH_BYTES)
+    return when, client, block_tokens, tenant, protocol.Looked(1, 0, bytes(32), first, hashes, outcomes, (), tokens)
 
 
 def test_parts_of_a_prompt_that_do_not_fit_together_are_left_out(
@@ -139,15 +143,15 @@ def test_parts_of_a_prompt_that_do_not_fit_together_are_left_out(
 ) -> None:
     prompts = Prompts(environ(tmp_path), clock=lambda: 1.0)
     half = bytes(range(32)) + bytes(32)
-    prompts.add(fields(1, 0, 64, 2), "", half)
-    prompts.add(fields(2, 0, 32, 2), "", half)  # another client's is whole
-    prompts.add(fields(1, 3, 64, 1), "", bytes(32))  # one was refused in between
-    prompts.add(fields(1, 0, 64, 2), "acme", half)
-    prompts.add(fields(1, 2, 64, 2), "acme", half[::-1])
-    prompts.add(fields(1, 0, 64, 1, 32), "", bytes(32))  # another size of blocks: not whole yet
-    prompts.add(fields(1, 1, 64, 1, 32), "", half[:32])
-    prompts.add(fields(3, 0, 64, 1), "", bytes(32))
-    prompts.add(fields(3, 0, 16, 1), "", bytes(32))
+    prompts.add(*said(1, 0, 64, half))
+    prompts.add(*said(2, 0, 32, half))  # another client's is whole
+    prompts.add(*said(1, 3, 64, bytes(32)))  # one was refused in between
+    prompts.add(*said(1, 0, 64, half, tenant="acme"))
+    prompts.add(*said(1, 2, 64, half[::-1], tenant="acme"))
+    prompts.add(*said(1, 0, 64, bytes(32), 32))  # another size of blocks: not whole yet
+    prompts.add(*said(1, 1, 64, half[:32], 32))
+    prompts.add(*said(3, 0, 64, bytes(32)))
+    prompts.add(*said(3, 0, 16, bytes(32)))
     prompts.close()
     assert prompts.lost_requests == 2
     assert "2 requests came in part" in capsys.readouterr().err
@@ -161,7 +165,7 @@ def test_prompts_without_end_stay_bounded(tmp_path: Path) -> None:
     page = bytes(32) * 1024
     for client in (1, 2):
         for first in range(0, 400 * 1024, 1024):
-            prompts.add(fields(client, first, 1 << 60, 1024), "", page)
+            prompts.add(*said(client, first, 1 << 60, page))
             assert prompts._open_names == sum(map(len, prompts._open.values())) <= 1 << 18
     assert prompts.lost_requests > 0
     prompts.close()
@@ -180,7 +184,7 @@ def test_a_session_never_waits_for_the_writer(
     monkeypatch.setattr(DaemonRecording, "_pass_on", held)
     one = DaemonRecording(environ(tmp_path))
     form = Form(key_of(1), 16, 8, 8, "bfloat16")
-    message = protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", [], 20)
+    message = protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", (), 20)
     began = time.monotonic()
     for _ in range(recording._QUEUE_MESSAGES + 100):
         one.looked(7, form, message)
@@ -193,13 +197,77 @@ def test_a_session_never_waits_for_the_writer(
     assert len(lines_of(tmp_path / "t.jsonl")) == 1 + recording._QUEUE_MESSAGES
 
 
+def looked(hash_count: int = 1) -> protocol.Looked:
+    return protocol.Looked(1, 0, bytes(32), 0, bytes(32) * hash_count, bytes(hash_count), (), 16 * hash_count + 4)
+
+
+def test_a_flood_is_recorded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 lookups a second, of which a tenth come while the thread that passes them on has no turn."""
+    go, plain = threading.Event(), DaemonRecording._pass_on
+    monkeypatch.setattr(DaemonRecording, "_pass_on", lambda self, pipe: go.wait(60) and plain(self, pipe))
+    one, form = DaemonRecording(environ(tmp_path)), Form(key_of(1), 16, 8, 8, "bfloat16")
+    for _ in range(2000):
+        one.looked(7, form, looked(16))
+    go.set()
+    one.close()
+    assert one.dropped_messages == 0
+    assert len(lines_of(tmp_path / "t.jsonl")) == 1 + 2000
+
+
+def test_what_waits_is_bounded_in_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, plain = threading.Event(), DaemonRecording._pass_on
+    monkeypatch.setattr(DaemonRecording, "_pass_on", lambda self, pipe: go.wait(60) and plain(self, pipe))
+    one, form, long = DaemonRecording(environ(tmp_path)), Form(key_of(1), 16, 8, 8, "bfloat16"), looked(1024)
+    for _ in range(600):
+        one.looked(7, form, long)
+    assert sum(len(message.hashes) for *_, message in one._waiting) == 16 << 20
+    one.looked(7, form, looked(16))  # short ones have room of their own
+    go.set()
+    until(lambda: not one._waiting and not one._long_bytes)
+    one.looked(7, form, long)
+    one.close()
+    assert one.dropped_messages == 600 - 512
+    assert [one["input_length"] for one in lines_of(tmp_path / "t.jsonl")[1:]] == [16388] * 512 + [260, 16388]
+
+
+def test_times_of_a_flood_are_of_few_requests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 64 that wait have each its own; behind them, one of 16 does."""
+    go, plain = threading.Event(), DaemonRecording._pass_on
+    monkeypatch.setattr(DaemonRecording, "_pass_on", lambda self, pipe: go.wait(60) and plain(self, pipe))
+    began = time.monotonic() + 1000  # the writing process's own clock goes on: only differences count
+    times = iter(began + number for number in range(10_000))
+    one = DaemonRecording(environ(tmp_path), clock=lambda: next(times))
+    form = Form(key_of(1), 16, 8, 8, "bfloat16")
+    for _ in range(200):
+        one.looked(7, form, looked())
+    go.set()
+    one.close()
+    stamps = [one["timestamp"] for one in lines_of(tmp_path / "t.jsonl")[1:]]
+    steps = [round((after - before) / 1000) for before, after in pairwise(stamps)]
+    assert len(stamps) == 200
+    assert steps == [1] * 63 + [int(number % 16 == 0) for number in range(64, 200)]
+
+
+def test_a_pipe_that_takes_a_part_gets_the_rest() -> None:
+    taken = bytearray()
+
+    class Pipe:
+        @staticmethod
+        def write(some: bytes) -> int:
+            taken.extend(some[:3])
+            return len(some[:3])
+
+    recording._write_all(Pipe(), bytearray(b"0123456789"))  # type: ignore[arg-type]
+    assert taken == b"0123456789"
+
+
 def test_what_was_recorded_is_in_the_file_though_nothing_follows(tmp_path: Path) -> None:
     recording = DaemonRecording(environ(tmp_path))
     form: Any = SimpleNamespace(tenant="", block_tokens=16)
-    recording.looked(7, form, protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", [], 20))
+    recording.looked(7, form, protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", (), 20))
     until(lambda: (tmp_path / "t.jsonl").exists() and len(lines_of(tmp_path / "t.jsonl")) == 2)
     os.kill(recording._process.pid, signal.SIGTERM)  # as systemd sends to all of a service
-    recording.looked(8, form, protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", [], 20))
+    recording.looked(8, form, protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", (), 20))
     recording.close()
     assert len(lines_of(tmp_path / "t.jsonl")) == 3
 
@@ -210,7 +278,7 @@ def test_a_writer_that_cannot_write_ends_alone(tmp_path: Path, capfd: pytest.Cap
     one = DaemonRecording(given)
     form = Form(key_of(1), 16, 8, 8, "bfloat16")
     for _ in range(3):
-        one.looked(7, form, protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", [], 20))
+        one.looked(7, form, protocol.Looked(1, 0, bytes(32), 0, bytes(32), b"\0", (), 20))
         one._process.wait(60)
     one.close()
     assert "cannot be made" in capfd.readouterr().err

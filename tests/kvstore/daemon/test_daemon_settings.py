@@ -19,7 +19,11 @@ from kvstore.config import KVStoreConfig
 from kvstore.daemon import DaemonSettings, protocol
 from kvstore.daemon.settings import MOST_SEGMENTS
 from kvstore.daemon.socket_lock import locked_directory
+from kvstore.disk_tier.tier import DiskTier
+from kvstore.tier import ResultCode
 from tests.kvstore.daemon.kit import ROOT
+from tests.kvstore.disk_kit import put as put_on_disk
+from tests.kvstore.disk_kit import stored as stored_on_disk
 
 
 def test_serve_checks_its_settings_and_never_imports_torch(tmp_path: Path) -> None:
@@ -210,6 +214,33 @@ def test_check_tries_what_this_machine_has(
     monkeypatch.delenv("KVSTORE_DAEMON_SOCKET")
     code, errors = checked("--socket", str(tmp_path / "s"), "--host-bytes", "1 MiB", "--allowed-uids", "1000")
     assert (code, f"do not get through {tmp_path} (mode 700); expected more: chmod 711" in errors) == (0, True)
+
+
+def test_a_disk_budget_that_no_index_can_be_mapped_for_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found by a newcomer: `--check` called it good, and the start said "Cannot allocate memory" of the index. What is
+    in the directory stays as it is."""
+    disk = tmp_path / "disk"
+    usual = ["--socket", str(tmp_path / "s"), "--host-bytes", "1 MiB", "--disk-path", str(disk)]
+    tier = DiskTier(disk, 4 << 20)
+    assert put_on_disk(tier, range(4), 4096) == [ResultCode.OK] * 4
+    tier.close()
+    for given, number in (("99999TB", 99999 * 10**12), ("9000000TB", 9 * 10**18)):
+        wanted = [*usual, "--disk-bytes", given]
+        assert main(["serve", "--check", *wanted]) == 2
+        said = capsys.readouterr().err
+        command = [sys.executable, "-m", "kvstore.cli", "serve", *wanted]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 1
+        for one in (said, done.stderr):
+            assert f"disk_bytes: got {number}; expected at most" in one
+        most = int(said.partition("at most ")[2].partition(":")[0])
+        assert 1 << 30 < most < number
+    tier = DiskTier(disk, 4 << 20)
+    assert stored_on_disk(tier, range(4)) == [0, 1, 2, 3]
+    tier.close()
+    assert main(["serve", "--check", *usual, "--disk-bytes", str(most // 2)]) == 0
 
 
 def test_an_unknown_key_of_a_file_is_found_in_it(tmp_path: Path) -> None:

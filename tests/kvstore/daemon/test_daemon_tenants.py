@@ -147,8 +147,29 @@ def test_an_operator_flushes_pins_and_drops(daemon: Daemon) -> None:
         daemon.admin.drop_tier("floppy")
     with pytest.raises(UsageError, match="quota"):
         daemon.admin.set_quota("alice", -1)
-    daemon.admin.reload({"carol": 5})
-    assert daemon.core.quotas == {"carol": 5}
+    tier.close()
+
+
+def test_a_reload_keeps_quotas_that_an_operator_has_set(daemon: Daemon) -> None:
+    """Found by a newcomer: SIGHUP and `reload` took them away without a word, where the handbook says that they end
+    with the daemon."""
+    tier = tier_at(daemon.settings.socket_path)
+    put(tier, [key_of(1)])
+    admin, quotas = daemon.admin, daemon.core.quotas
+    admin.reload({"carol": 5, "dave": 6})
+    admin.set_quota("alice", 4096)
+    admin.set_quota("dave", 8192)
+    admin.reload({"carol": 5})
+    assert {name: quota for name, quota in quotas.items() if quota} == {"carol": 5, "alice": 4096, "dave": 8192}
+    assert daemon.core.arenas[""].tenants["alice"].quota_bytes == 4096
+    admin.reload({"alice": 7})
+    assert {name: quota for name, quota in quotas.items() if quota} == {"alice": 7, "dave": 8192}, "the settings' word"
+    assert daemon.core.arenas[""].tenants["alice"].quota_bytes == 7
+    admin.reload({})
+    assert {name: quota for name, quota in quotas.items() if quota} == {"dave": 8192}, "it was the settings' again"
+    admin.set_quota("dave", 0)
+    admin.reload({})
+    assert not any(quotas.values())
     tier.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
@@ -387,6 +388,16 @@ def test_the_command_serves_it_and_others_show_it(tmp_path: Path) -> None:
     try:
         config.write_text('[kvstore]\nhost_bytes = "4 MiB"\n[daemon]\nhttp = 0\n[daemon.quotas]\nnew = "1 MiB"\n')
         assert client.admin("reload") == (200, {"quotas": {"new": 1 << 20}})
+        assert client.admin("quota", tenant="own", quota_bytes=5)[0] == 200
+        process.process.send_signal(signal.SIGHUP)
+        assert process.process.stderr is not None
+        lines = [process.process.stderr.readline() for _ in range(3)]
+        assert lines[0].startswith(
+            "kvstore: admin call reload from loopback (127.0.0.1) with the token of the socket: done"
+        )
+        assert "admin call quota (tenant own, quota_bytes 5)" in lines[1]
+        assert "quotas were read again (SIGHUP)" in lines[2]
+        assert client.admin("reload") == (200, {"quotas": {"new": 1 << 20, "own": 5}})
         config.write_text("[kvstore]\nhost_bytes = -1\n")
         status, answer = client.admin("reload")
         assert status == 409
@@ -400,7 +411,9 @@ def test_the_command_serves_it_and_others_show_it(tmp_path: Path) -> None:
         maps = Path(f"/proc/{process.process.pid}/maps").read_text()
         assert "libtorch" not in maps
     finally:
-        assert process.stop() == (0, "")
+        code, said = process.stop()
+    assert code == 0
+    assert "refused: host_bytes" in said.splitlines()[-1]
     assert not (tmp_path / "d.sock.token").exists()
     gone = run("stats", "--url", url)
     assert gone.returncode == 1

@@ -77,7 +77,10 @@ def test_causes_begin_at_0(web: tuple[Daemon, Web, DaemonTier], tmp_path: Path) 
         daemon.core.lowers[0].counts["corrupt_size"] += 1
         found = client.metrics()
     assert found['kvstore_corrupt_blocks_total{cause="size"}'] == 1, "found on the way down: the same alert"
-    for outcome in ("spills_dropped", "spills_failed", "fetch_failed", "fetches_without_room", "corrupt_hash"):
+    assert found['kvstore_tier_copies_total{outcome="spills_corrupt",tier="disk"}'] == 1
+    for cause in ("hash", "payload_checksum", "read_error", "value_gone"):
+        assert found[f'kvstore_tier_damaged_copies_total{{cause="{cause}",tier="disk"}}'] == 0, cause
+    for outcome in ("spills_dropped", "spills_failed", "fetch_failed", "fetches_without_room"):
         assert found[f'kvstore_tier_copies_total{{outcome="{outcome}",tier="disk"}}'] == 0, outcome
 
 
@@ -178,3 +181,41 @@ def test_a_pin_takes_the_place_of_the_one_of_its_name(web: tuple[Daemon, Web, Da
     assert client.admin("pin", **PIN | {"budget_bytes": SLOT_BYTES})[1]["copies"] == 1
     assert [(one["name"], one["copies"]) for one in daemon.stats()["pins"]] == [("prompt", 1)]
     assert tier.delete([key_of(n) for n in range(3)]) == 2, "what is pinned stays"
+
+
+def test_every_call_leaves_a_line_that_opens_nothing(
+    web: tuple[Daemon, Web, DaemonTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by a newcomer: who had flushed, dropped a tier or set a quota was written down nowhere."""
+    daemon, client, tier = web
+    caplog.set_level("INFO", "kvstore.daemon")
+    store_chain(tier, 3)
+    who = "from loopback (127.0.0.1) with the token of the socket: "
+    for call, body, outcome in (
+        ("pin", PIN, "done, name prompt, copies 3"),
+        ("unpin", {"name": "prompt"}, "done, unpinned prompt"),
+        ("unpin", {"name": "promt"}, "refused: name: got 'promt'"),
+        ("quota", {"tenant": "x", "quota_bytes": 5}, "done, tenant x, quota_bytes 5"),
+        ("drop-tier", {"tier": "tape"}, "refused: tier: got 'tape'"),
+        ("reload", {}, "refused: reload: this daemon was started without settings"),
+        ("flush", {"root": ROOT[:60]}, "done, flushed_copies 3"),
+        ("flush", {"root": ROOT[:62]}, "refused: root: got"),
+        ("flush", {"root": "all", "tokin": client.admin_token}, "refused: a body that is not of its form"),
+        ("fluhs", {}, "refused: HTTP 404"),
+    ):
+        caplog.clear()
+        status = client.admin(call, **body)[0]
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert (status == 200) == ("done" in line)
+        assert call in line
+        assert f"{who}{outcome}" in line
+        for secret in (ROOT[:13], BLOCK[:13], client.admin_token):
+            assert secret not in line
+    caplog.clear()
+    for _ in range(50):
+        assert client.admin("flush%0A", token="guess", root="all")[0] == 401
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.isprintable()
+    assert "from loopback (127.0.0.1): refused: not the admin token" in line
+    assert "guess" not in line
+    assert daemon.stats()["pins"] == []
