@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -164,8 +165,19 @@ def make_app(stats: Callable[[], dict[str, Any]], history: History, admin: Admin
             Route("/v1/stats", routes.read(routes.stats)),
             Route("/v1/history", routes.read(routes.history)),
             Route("/v1/admin/{name}", routes.open(routes.admin), methods=["POST"]),
-        ]
+        ],
+        exception_handlers={HTTPException: _no_route},
     )
+
+
+def _no_route(request: Request, error: Exception) -> Response:
+    """A path that is none, or not for this method."""
+    assert isinstance(error, HTTPException)
+    asked, allowed = f"{request.method} {request.url.path[:80]}", (error.headers or {}).get("Allow")
+    message = "no such path" if allowed is None else f"expected {allowed}"
+    answer = refused(error.status_code, f"{asked}: {message}; docs/how-to/daemon.md has all")
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _body(request: Request) -> bytes | None:
