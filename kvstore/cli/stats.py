@@ -11,7 +11,6 @@ import typer
 from allocator.errors import ConfigError, KVError
 from kvstore.cli import json_target
 from kvstore.cli.daemon_http import DEFAULT_URL, DaemonHttp
-from kvstore.daemon.troubles import told
 
 URL_HELP = "The daemon's page: its setting http, as a port, HOST:PORT or http://HOST:PORT."
 TOKEN_HELP = "File with its token, where it wants one."
@@ -51,6 +50,8 @@ def ask(url: str, token_file: Path | None, path: str, command: str) -> Any:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The gist, one thing a line."""
+    from kvstore.daemon.troubles import told  # not above: it loads the kernels, which the doctor looks at first
+
     lookups = found["lookups"]
     asked, hits = lookups["asked_blocks"], sum(lookups["hit_blocks"].values())
     ratio = f"{100 * hits / asked:.1f} %" if asked else "-"
