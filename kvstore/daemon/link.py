@@ -94,7 +94,7 @@ class Link:
             self._drop(None)
         self._wake.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(self.timeout_seconds)  # an attempt may take longer, and ends by itself
 
     def epoch(self) -> int | None:
         """As the daemon says at this moment, or last said while there is none. None while it cannot say for sure."""

@@ -130,8 +130,9 @@ class DiskCatalog:
         """Before a page is looked at through the map: damage there could end the process (SIGBUS)."""
         try:
             damage = self._damage_as_read() if self._settings["readonly"] else find_damage(self._path)
-        except OSError as error:
-            damage = str(error)
+        except OSError as error:  # of this process or its system (no descriptor, say): the file may be as good as ever
+            self._env.close()
+            raise CatalogError("unreadable", f"{self._path}: {error.strerror}") from error
         if damage is not None:
             self._env.close()
             raise CatalogError("damaged", f"{self._path}: {damage}")

@@ -31,6 +31,11 @@ from kvstore.disk_tier.slots import NO_ROOM, SlotFiles
 
 _HASH_AT = 16  # in a frame's header
 _RECORDS_A_COMMIT = 256
+_BAD_CONTENT = (
+    "not_lmdb", "empty", "damaged", "version",
+    "index_CorruptedError", "index_PageNotFoundError", "index_VersionMismatchError", "index_IncompatibleError",
+)  # fmt: skip
+"""Causes that speak of the index itself. Any other, such as a process without descriptors, may be gone next time."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -56,7 +61,7 @@ def open_catalog(
     try:
         catalog = DiskCatalog(directory, map_bytes, sync)
     except CatalogError as error:
-        if not path.exists() or error.cause in ("disk_full", "map_full"):
+        if not path.exists() or error.cause not in _BAD_CONTENT:
             raise TierError(f"disk tier {directory}: the index cannot be opened ({error})") from error
         note_dropped(directory, error.cause, str(error), counts)
         catalog = new_catalog(directory, map_bytes, sync)

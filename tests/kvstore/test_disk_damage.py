@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -284,3 +286,42 @@ def test_no_damage_of_the_index_ends_a_process(tmp_path: Path) -> None:
 def test_no_damage_of_the_index_ends_a_process_long(tmp_path: Path, seed: int) -> None:
     bad, _ = _harm(tmp_path, 1000, seed)
     assert bad == "[]", "seed, round, exit code or signal"
+
+
+SHORT_OF_DESCRIPTORS = """
+import os, resource, sys
+from pathlib import Path
+from allocator.errors import TierError
+from kvstore.disk_tier.tier import DiskTier
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for left in range(1, 12):
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    for one in taken[:left]:
+        os.close(one)
+    try:
+        DiskTier(Path(sys.argv[1]), 8 << 20).close()
+    except TierError as error:
+        assert "Too many open files" in str(error) or "cannot" in str(error), error
+    for one in taken[left:]:
+        os.close(one)
+"""
+
+
+def test_a_process_without_descriptors_does_not_throw_a_good_index_away(tmp_path: Path) -> None:
+    """Any error of LMDB but a full disk was taken for a bad index, and so was any error of reading it."""
+    filled(tmp_path)
+    tier = DiskTier(tmp_path, 8 * MIB)
+    copies = tier.copy_count
+    tier.close()
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "begun anew" in done.stderr) == (0, False), done.stderr
+    tier = DiskTier(tmp_path, 8 * MIB)
+    assert tier.copy_count == copies == 100
+    tier.close()

@@ -196,6 +196,7 @@ def test_every_call_leaves_a_line_that_opens_nothing(
         ("unpin", {"name": "prompt"}, "done, unpinned prompt"),
         ("unpin", {"name": "promt"}, "refused: name: got 'promt'"),
         ("quota", {"tenant": "x", "quota_bytes": 5}, "done, tenant x, quota_bytes 5"),
+        ("quota", {"tenant": "x", "quota_bytes": 4 << 40}, "done, tenant x, quota_bytes 4398046511104"),
         ("drop-tier", {"tier": "tape"}, "refused: tier: got 'tape'"),
         ("reload", {}, "refused: reload: this daemon was started without settings"),
         ("flush", {"root": ROOT[:60]}, "done, flushed_copies 3"),
