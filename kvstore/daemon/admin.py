@@ -11,7 +11,7 @@ from kvstore.copy_key import CopyKey
 from kvstore.daemon.dropping import clear, clear_below, empty
 from kvstore.daemon.forms import lower_root
 from kvstore.daemon.lower import LowerTier
-from kvstore.daemon.tally import _SHOWN_BYTES
+from kvstore.daemon.tally import SHOWN_BYTES
 
 if TYPE_CHECKING:
     from kvstore.daemon.core import Core
@@ -32,8 +32,8 @@ class _Pin:
         return {
             "name": name,
             "domain": self.holder.arena.domain,
-            "root": self.first.root[:_SHOWN_BYTES].hex(),
-            "block": self.first.hash[:_SHOWN_BYTES].hex(),
+            "root": self.first.root[:SHOWN_BYTES].hex(),
+            "block": self.first.hash[:SHOWN_BYTES].hex(),
             "copies": len(held),
             "pinned_bytes": sum(entry.slot_bytes for entry in held),
             "seconds_left": max(0.0, self.until - now),

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from kvstore.daemon.tally import _SHOWN_BYTES
+from kvstore.daemon.tally import SHOWN_BYTES
 from kvstore.http_access import is_loopback
 
 _QUIET_SECONDS = 60.0
-_SHOWN_DIGITS = 2 * _SHOWN_BYTES
+_SHOWN_DIGITS = 2 * SHOWN_BYTES
 _LONG_HEX = re.compile(rf"\b(?![0-9]{{1,24}}\b)([0-9a-fA-F]{{{_SHOWN_DIGITS}}})[0-9a-fA-F]+")
 """Roots and hashes. What has digits alone is a number: a hash that has is one of 10^13."""
 _MOST = 400

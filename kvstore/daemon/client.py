@@ -92,9 +92,9 @@ class DaemonTier(QueuedTier):
             form = self._form(key)
             if len(hashes) <= page:
                 return self.link.call(partial(protocol.Run, form=form, hashes=b"".join(hashes)), protocol.Count).count
-            pages = [b"".join(hashes[at : at + page]) for at in range(0, len(hashes), page)]
+            pages = (b"".join(hashes[at : at + page]) for at in range(0, len(hashes), page))
             found = self.link.call_ahead(
-                [partial(protocol.Run, form=form, hashes=one) for one in pages],
+                (partial(protocol.Run, form=form, hashes=one) for one in pages),
                 protocol.Count,
                 lambda answer: answer.count == page,
             )

@@ -58,8 +58,7 @@ def greeted(
     received: list[int] = []
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            set_timeout(sock, option, patience_seconds)
+        _set_timeouts(sock, patience_seconds)
         sock.connect(path)
         with suppress(BrokenPipeError):  # refused already: the answer says why
             sock.send(protocol.encode(protocol.Hello(1, protocol.MAGIC, protocol.VERSION, name[:64])))
@@ -70,8 +69,7 @@ def greeted(
         if not isinstance(answer, protocol.Welcome) or not received:
             on_refused(cause_name(answer.cause if isinstance(answer, protocol.Refused) else 0))
             raise LinkDownError
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            set_timeout(sock, option, timeout_seconds)
+        _set_timeouts(sock, timeout_seconds)
         page = map_for_reading(received[0], PAGE_BYTES)
         tell_tales, received = received[1:], received[:1]
         return Greeting(sock, answer, page, tell_tales)
@@ -81,6 +79,11 @@ def greeted(
     finally:
         for descriptor in received:
             os.close(descriptor)
+
+
+def _set_timeouts(sock: socket.socket, seconds: float) -> None:
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        set_timeout(sock, option, seconds)
 
 
 class Ask(Protocol):

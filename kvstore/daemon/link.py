@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -115,18 +115,17 @@ class Link:
 
     def call_ahead(
         self,
-        makes: Sequence[Callable[[int], protocol.Request]],
+        makes: Iterator[Callable[[int], protocol.Request]],
         expected: type[_Answer],
         goes_on: Callable[[_Answer], bool],
     ) -> list[_Answer]:
         """The same of some requests, each sent before the answer to the one before it is there, until one's answer
         says that it ends here. The answers up to then, in order."""
         waiting, answers, goes_further = deque[int](), list[_Answer](), True
-        left = iter(makes)
         with self._lock:
             try:
                 while goes_further:
-                    while len(waiting) < 2 and (make := next(left, None)) is not None:
+                    while len(waiting) < 2 and (make := next(makes, None)) is not None:
                         waiting.append(self._send(make))
                     if not waiting:
                         break

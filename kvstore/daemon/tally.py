@@ -27,7 +27,7 @@ _MOST_TENANTS, _MOST_OTHER_TENANTS = 1024, 64
 _MOST_BLOCK_TOKENS = 1 << 16  # what forms may say is more than any engine has
 _MOST_PREFIXES, _KEPT_PREFIXES = 1024, 256
 _EVICTED_PLACES = 1 << 16
-_SHOWN_BYTES = 6  # of a root or hash: whoever knows one whole may ask for the copies
+SHOWN_BYTES = 6  # of a root or hash: whoever knows one whole may ask for the copies
 
 
 class RecentlyEvicted:
@@ -197,8 +197,8 @@ class Tally:
             ]
             return [
                 {
-                    "root": root[:_SHOWN_BYTES].hex(),
-                    "block": hash[:_SHOWN_BYTES].hex(),
+                    "root": root[:SHOWN_BYTES].hex(),
+                    "block": hash[:SHOWN_BYTES].hex(),
                     "tenant": shown_tenant(one.tenant, domain),
                     "lookups": one.lookups,
                     "hit_blocks": one.hit_blocks,

@@ -74,6 +74,18 @@ const kv_sha_way kv_sha_ways[] = {
 
 int kv_sha_way_runs_here(const kv_sha_way *way) { return (kv_cpu() & way->needs) == way->needs; }
 
+static void chain_by_compress(kv_sha_compress compress, const uint8_t parent[KV_HASH_BYTES], uint8_t *messages,
+                              size_t runs, size_t count, uint8_t *out) {
+    for (size_t i = 0; i < count; i++, parent = out, out += KV_HASH_BYTES) {
+        uint32_t state[8];
+        uint8_t *message = messages + i * runs * KV_SHA_BLOCK_BYTES;
+        memcpy(state, kv_sha_initial, sizeof state);
+        memcpy(message + 1, parent, KV_HASH_BYTES);
+        compress(state, message, runs);
+        for (int k = 0; k < 8; k++) put_big_endian(out + 4 * k, state[k]);
+    }
+}
+
 /* Two runs of bytes 0, 1, 2, ...: does the way end in the state that the standard gives? */
 static int computes_right(const kv_sha_way *way) {
     static const uint32_t expected[8] = {0x593253ad, 0xfb4cc018, 0xbe611395, 0x485e47c1,
@@ -83,7 +95,15 @@ static int computes_right(const kv_sha_way *way) {
     for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (uint8_t)i;
     memcpy(state, kv_sha_initial, sizeof state);
     way->compress(state, bytes, 2);
-    return !memcmp(state, expected, sizeof state);
+    if (memcmp(state, expected, sizeof state)) return 0;
+    for (size_t runs = 1; way->chain && runs <= 2; runs++) { /* two messages, which chains take by another road */
+        uint8_t messages[4 * KV_SHA_BLOCK_BYTES], made[2 * KV_HASH_BYTES], right[2 * KV_HASH_BYTES];
+        for (size_t i = 0; i < sizeof messages; i++) messages[i] = (uint8_t)(3 * i);
+        way->chain(bytes, messages, runs, 2, made);
+        chain_by_compress(way->compress, bytes, messages, runs, 2, right);
+        if (memcmp(made, right, sizeof right)) return 0;
+    }
+    return 1;
 }
 
 const kv_sha_way *kv_sha_best(void) {
@@ -100,18 +120,6 @@ static void put_tokens(uint8_t *bytes, const uint32_t *tokens, int64_t count) {
 #else
     for (int64_t i = 0; i < count; i++) put_little_endian(bytes + 4 * i, tokens[i]);
 #endif
-}
-
-static void chain_by_compress(kv_sha_compress compress, const uint8_t parent[KV_HASH_BYTES], uint8_t *messages,
-                              size_t runs, size_t count, uint8_t *out) {
-    for (size_t i = 0; i < count; i++, parent = out, out += KV_HASH_BYTES) {
-        uint32_t state[8];
-        uint8_t *message = messages + i * runs * KV_SHA_BLOCK_BYTES;
-        memcpy(state, kv_sha_initial, sizeof state);
-        memcpy(message + 1, parent, KV_HASH_BYTES);
-        compress(state, message, runs);
-        for (int k = 0; k < 8; k++) put_big_endian(out + 4 * k, state[k]);
-    }
 }
 
 /* All but parent and tokens, padded as SHA-256 wants it. */

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from kvstore import KVStore, KVStoreConfig
 from kvstore.disk_tier.tier import DiskTier
 from kvstore.frame.specs import geometry_specs
 from kvstore.host_tier.tier import HostTier
-from kvstore.simulation import Costs, Setting, Trace, generate, replay
+from kvstore.simulation import Costs, Setting, Trace, first_requests, generate, replay
 from kvstore.simulation.stores import StoreHost, aligned, geometry_of, identity_of, remote_room
 from kvstore.simulation.trace import each
 
@@ -90,7 +89,7 @@ def test_one_tier_holds_and_moves_what_a_store_with_bytes_does(tmp_path: Path) -
 def test_two_tiers_do_the_same_on_the_first_requests_of_a_public_trace(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    trace = head(request.getfixturevalue(name), 120)
+    trace = first_requests(request.getfixturevalue(name), 120)
     assert sum(check_equal(trace, *setting_of(trace, "lru", remote_blocks=1 << 14), tmp_path)) > 0
 
 
@@ -106,23 +105,6 @@ def setting_of(trace: Trace, policy: str, remote_blocks: int) -> tuple[Setting, 
         remote_blocks=remote_blocks,
     )
     return setting, capacity
-
-
-def head(trace: Trace, count: int) -> Trace:
-    end = int(trace.starts[count])
-    return replace(
-        trace,
-        keys=trace.keys[:end],
-        starts=trace.starts[: count + 1],
-        full_counts=trace.full_counts[:count],
-        input_tokens=trace.input_tokens[:count],
-        output_tokens=trace.output_tokens[:count],
-        seconds=trace.seconds[:count],
-        sessions=trace.sessions[:count],
-        tenants=trace.tenants[:count],
-        priorities=trace.priorities[:count],
-        unique_count=len(set(trace.keys[:end].tolist())),
-    )
 
 
 def test_a_slow_tier_brings_less_and_what_comes_late_is_computed() -> None:
