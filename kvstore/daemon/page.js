@@ -144,7 +144,7 @@ function charts() {
   const found = [
     chart("Shared memory by class", memory, {stacked: true, limit, label: bytes, binary: true}),
     chart("Hit ratio by tier", rates(few, TIER_KINDS, (one) => one.hit_blocks, asked), {stacked: true, label: percent, top: 1,
-      empty: NO_LOOKUPS}),
+      empty: stats.lookups.asked_blocks ? "no hits yet" : NO_LOOKUPS}),
     chart("Bytes moved a second", rates(few, moved, (one) => one.moved_bytes, seconds), {label: bytes, binary: true}),
     chart("Queued copies", gauges(few, {"disk spill": "tight", "disk fetch": "full", "remote spill": "int4", "remote fetch": "host"},
       (one) => one.queues)),
